@@ -1,0 +1,153 @@
+"""How step N's tokens become step N+1's `input_ids`: one small object per carry.
+
+Pure decisions; the step coroutine (runner.py) carries them out, so that every await they
+cost stands there. See docs/async_scheduling.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from aneuron.batch import Launch
+    from aneuron.futures import DeviceFuture
+    from aneuron.outputs import SchedulerOutput
+
+__all__ = [
+    "BreakReason",
+    "Carry",
+    "Decision",
+    "Feed",
+    "HandoffCarry",
+    "HostCarry",
+    "HostIds",
+    "Mismatch",
+    "PendingTokens",
+    "Remap",
+    "make_carry",
+]
+
+
+class BreakReason(StrEnum):
+    """Why a step could not be fed with the future of the step before."""
+
+    COMPOSITION_CHANGED = "composition_changed"
+    SHAPE_MISMATCH = "shape_mismatch"
+    DTYPE_MISMATCH = "dtype_mismatch"
+    REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
+
+
+class PendingTokens(Protocol):
+    """The part of a step in flight that a carry looks at."""
+
+    sampled_token_ids: DeviceFuture
+
+    @property
+    def request_ids(self) -> np.ndarray:
+        """Internal ids of its rows, int64 [n], in launch order."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostIds:
+    """Use the ids that the host wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Feed the pending future itself."""
+
+    tokens: DeviceFuture
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """Feed the pending future, gathered into the new order on the device."""
+
+    tokens: DeviceFuture
+    order: np.ndarray  # int32 [padded rows]: new row → pending row; padding stays in place
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Same requests, but the future does not fit: materialize it and prepare again."""
+
+    reason: BreakReason
+
+
+Decision = HostIds | Feed | Remap | Mismatch
+
+
+class Carry(Protocol):
+    """What the step coroutine asks a carry, in this order."""
+
+    counts_steps: bool  # whether async and fallback steps are told apart
+
+    def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
+        """Whether the pending future must be materialized before any state changes."""
+
+    def decide(self, launch: Launch, pending: PendingTokens | None) -> Decision:
+        """How to fill `input_ids` of a prepared launch."""
+
+
+class HostCarry:
+    """The synchronous baseline: at depth 1 every token is on the host already."""
+
+    counts_steps = False
+
+    def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
+        """Never: nothing is in flight when the next step is planned."""
+        return False
+
+    def decide(self, launch: Launch, pending: PendingTokens | None) -> Decision:
+        """Always the host's ids."""
+        return HostIds()
+
+
+class HandoffCarry:
+    """The published protocol: feed the whole future, or break.
+
+    Works with every executable that returns `sampled_token_ids` and takes `input_ids`.
+    """
+
+    counts_steps = True
+
+    def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
+        """Whether the set of requests differs from the one that made the future."""
+        return pending is not None and not _same_set(plan.request_ids, pending.request_ids)
+
+    def decide(self, launch: Launch, pending: PendingTokens | None) -> Decision:
+        """Feed a decode step with the future of the same requests, if it fits."""
+        inputs = launch.inputs
+        if pending is None or not inputs.is_decode:
+            return HostIds()
+        future = pending.sampled_token_ids
+        if future.dtype != inputs.input_ids.dtype.name:
+            return Mismatch(BreakReason.DTYPE_MISMATCH)
+        if future.shape != inputs.input_ids.shape:
+            return Mismatch(BreakReason.SHAPE_MISMATCH)
+        if np.array_equal(launch.request_ids, pending.request_ids):
+            return Feed(future)
+        return Remap(future, _order(launch.request_ids, pending.request_ids, inputs.num_rows))
+
+
+def make_carry(name: str) -> Carry:
+    """Return the carry of this name."""
+    return HostCarry() if name == "host" else HandoffCarry()
+
+
+def _same_set(ids: np.ndarray, others: np.ndarray) -> bool:
+    if len(ids) != len(others):
+        return False
+    return np.array_equal(ids, others) or np.array_equal(np.sort(ids), np.sort(others))
+
+
+def _order(ids: np.ndarray, pending: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return where each row of `ids` stands in `pending`; padding rows map to themselves."""
+    order = np.arange(num_rows, dtype=np.int32)
+    by_id = np.argsort(pending)
+    order[: len(ids)] = by_id[np.searchsorted(pending, ids, sorter=by_id)]
+    return order

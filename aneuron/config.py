@@ -1,0 +1,190 @@
+"""Settings of an engine: checked once when it is made, frozen, the same for all its parts.
+
+Comes in: keyword arguments of `Engine`. Goes out: an `EngineConfig` and the `Buckets` that
+executables are made for. Pure.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import numbers
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, TypedDict
+
+from aneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Buckets", "EngineConfig", "EngineOptions"]
+
+_CHOICES = {
+    "token_carry": ("auto", "host", "handoff"),
+    "dtype": ("auto", "float32", "bfloat16"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs.
+
+    Attributes:
+        async_scheduling: schedule one step ahead; False is the synchronous baseline.
+        token_carry: how a step's tokens become the next step's input; "auto" takes the
+            best that the executables support, "host" belongs to the baseline.
+        dtype: of the weights and the KV cache; "auto" is bfloat16 where the processor has
+            it in hardware, else float32.
+        max_model_len: longest context in tokens; None takes the model's own.
+        max_num_seqs: most requests in one step.
+        max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
+        block_size: tokens in one block of the KV cache.
+        num_kv_blocks: size of the KV pool; None derives it from `kv_cache_bytes`.
+        kv_cache_bytes: memory for the KV pool; None asks the device.
+        num_seqs_buckets, num_tokens_buckets, num_blocks_buckets: sizes that executables are
+            made for (rows, packed prompt tokens, blocks per row); None takes powers of two
+            and one step between them, an empty sequence means exact sizes.
+        max_in_flight_steps: steps between `schedule()` and applied tokens.
+        step_timeout_s: after this long without a result the device counts as lost.
+        shutdown_s: `aclose()` waits this long for the device.
+
+    Raises:
+        ConfigError: a setting is wrong; `param` names it.
+    """
+
+    async_scheduling: bool = True
+    token_carry: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    num_seqs_buckets: Sequence[int] | None = None
+    num_tokens_buckets: Sequence[int] | None = None
+    num_blocks_buckets: Sequence[int] | None = None
+    max_in_flight_steps: int = 2
+    step_timeout_s: float = 60.0
+    shutdown_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check each setting, then those that depend on each other."""
+        if not isinstance(self.async_scheduling, bool):
+            raise ConfigError("async_scheduling must be true or false", param="async_scheduling")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
+                    param=name,
+                )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_in_flight_steps"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        for name in ("step_timeout_s", "shutdown_s"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("num_seqs_buckets", "num_tokens_buckets", "num_blocks_buckets"):
+            _check_buckets(name, getattr(self, name))
+        self._check_carry()
+
+    def _check_carry(self) -> None:
+        if self.async_scheduling and self.token_carry == "host":
+            raise ConfigError(
+                "token_carry='host' is the synchronous baseline: pass async_scheduling=False",
+                param="token_carry",
+            )
+        if not self.async_scheduling and self.token_carry == "handoff":
+            raise ConfigError(
+                "token_carry='handoff' needs async_scheduling=True", param="token_carry"
+            )
+
+    @classmethod
+    def build(cls, options: dict[str, object]) -> EngineConfig:
+        """Return the configuration for keyword arguments of `Engine`.
+
+        Raises:
+            ConfigError: an unknown name or a wrong value.
+        """
+        known = {item.name for item in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown setting {name!r}; known are {', '.join(sorted(known))}", param=name
+                )
+        return cls(**options)  # type: ignore[arg-type]  # each value is checked above
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight: 1 is the synchronous baseline."""
+        return self.max_in_flight_steps if self.async_scheduling else 1
+
+
+class EngineOptions(TypedDict, total=False):
+    """Settings beside the named ones; see `EngineConfig` for what each means."""
+
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_bytes: int | None
+    num_seqs_buckets: Sequence[int] | None
+    num_tokens_buckets: Sequence[int] | None
+    num_blocks_buckets: Sequence[int] | None
+    max_in_flight_steps: int
+    step_timeout_s: float
+    shutdown_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Sizes that one dimension of the executables comes in; empty means any size."""
+
+    sizes: tuple[int, ...]
+    largest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember the largest size."""
+        object.__setattr__(self, "largest", self.sizes[-1] if self.sizes else 0)
+
+    @classmethod
+    def up_to(cls, limit: int, given: Sequence[int] | None, *, smallest: int = 1) -> Buckets:
+        """Return the given sizes, or powers of two with one step between them, up to `limit`.
+
+        The limit itself is always one of the sizes, so that every step fits.
+        """
+        if given is not None:
+            smaller = sorted({size for size in given if size < limit})
+            return cls((*smaller, limit) if given else ())
+        steps: set[int] = {limit}
+        size = smallest
+        while size < limit:
+            steps |= {size, min(limit, size * 3 // 2)}
+            size *= 2
+        return cls(tuple(sorted(steps)))
+
+    def fit(self, size: int) -> int:
+        """Return the smallest size that holds `size`."""
+        if not self.sizes:
+            return size
+        return self.sizes[bisect.bisect_left(self.sizes, size)]
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}", param=name)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{name} must be a number of seconds, not {value!r}", param=name)
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name} must be over 0, not {value}", param=name)
+
+
+def _check_buckets(name: str, sizes: Sequence[int] | None) -> None:
+    for size in sizes or ():
+        _check_count(name, size)

@@ -1,0 +1,371 @@
+"""The two coroutines of the engine: the step loop and the materializer.
+
+Comes in: requests. Goes out: tokens, to the requests' consumers. Both run on the caller's
+loop, inside the one TaskGroup of the engine's supervisor task. They share their state
+without a lock: between two awaits nobody else runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from aneuron.batch import BatchShape, InputBatch
+from aneuron.carry import make_carry
+from aneuron.errors import (
+    AneuronError,
+    DeviceError,
+    DeviceLost,
+    EngineClosed,
+    InternalError,
+    RequestError,
+)
+from aneuron.kv_cache import KVCacheManager
+from aneuron.outputs import AbortReason, BreakStats, EngineStats, FinishReason
+from aneuron.request import Request, RequestState
+from aneuron.runner import ModelRunner
+from aneuron.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    import numpy as np
+
+    from aneuron.config import EngineConfig
+    from aneuron.models.loading import Loaded
+    from aneuron.outputs import SchedulerOutput
+    from aneuron.runner import InFlightStep
+
+__all__ = ["EngineCore"]
+
+_logger = logging.getLogger("aneuron.core")
+
+
+class EngineCore:
+    """Scheduler, runner, and the steps in flight between them."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        depth: int,
+        step_timeout_s: float,
+        shutdown_s: float,
+    ) -> None:
+        """Make a core at rest; `run` starts it."""
+        self.scheduler = scheduler
+        self.runner = runner
+        self.depth = depth
+        self.step_timeout_s = step_timeout_s
+        self.shutdown_s = shutdown_s
+        self.requests: dict[str, Request] = {}  # by the caller's name, until they end
+        self.failure: AneuronError | None = None
+        self._num_prompt_tokens = self._num_generated = 0
+        self._num_in_flight = 0
+        self._in_flight: asyncio.Queue[InFlightStep] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._started = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_preparing = 0
+
+    @classmethod
+    def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
+        """Start the device and put the parts together."""
+        shape = BatchShape.of(config, loaded.max_model_len)
+        kv = KVCacheManager(loaded.num_blocks, config.block_size, shape.num_slots)
+        scheduler = Scheduler(
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            length_limit=min(loaded.max_model_len, kv.capacity),
+            eos_token_ids=loaded.model.spec.eos_token_ids,
+            num_slots=shape.num_slots,
+            clock=loop.time,
+        )
+        carry = make_carry(config.token_carry if config.async_scheduling else "host")
+        loaded.device.start(loop)
+        runner = ModelRunner(loaded.device, loaded.model, InputBatch(shape), carry)
+        return cls(
+            scheduler,
+            runner,
+            depth=config.depth,
+            step_timeout_s=config.step_timeout_s,
+            shutdown_s=config.shutdown_s,
+        )
+
+    async def supervise(self) -> None:
+        """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
+        error: AneuronError = EngineClosed("the engine was closed")
+        try:
+            await self.run()
+        except AneuronError as failure:
+            _logger.exception("the engine failed")
+            error = self.failure = failure
+        finally:
+            # Also when the loop shuts down and cancels this task.
+            self._abandon(error)
+            device_closed = self.runner.device.close()
+        with suppress(TimeoutError):  # the device hangs: its thread is left behind
+            async with asyncio.timeout(self.shutdown_s):
+                await device_closed
+
+    def _abandon(self, error: AneuronError) -> None:
+        self.failure = error
+        for request in list(self.requests.values()):
+            if request.state is RequestState.NEW:
+                self._finish_new(request, FinishReason.ERROR, error=error.copy())
+        self.scheduler.abandon(error)
+        for waiter in self._idle_waiters:
+            if not waiter.done():
+                waiter.set_exception(error.copy())
+        self._idle_waiters.clear()
+
+    async def run(self) -> None:
+        """Run both coroutines until `stop`, or until one of them fails.
+
+        Raises:
+            DeviceLost: the device is gone.
+            InternalError: a coroutine failed in another way.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._start(group)
+                await self._stopping.wait()
+                await self._drained()
+                for task in self._tasks:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            raise _failure_of(failures) from failures
+
+    def _start(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._tasks = {
+            group.create_task(self._step_loop(), name="aneuron-step-loop"),
+            group.create_task(self._materializer(), name="aneuron-materializer"),
+        }
+        self._started.set()
+
+    async def wait_started(self) -> None:
+        """Wait until both coroutines are on their way."""
+        await self._started.wait()
+
+    async def _drained(self) -> None:
+        """Wait until idle; a device that does not answer in time is left behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.shutdown_s):
+                await self.wait_idle()
+
+    def stop(self) -> None:
+        """Abort all requests; `run` ends once the device is idle, or after `shutdown_s`."""
+        for request in list(self.requests.values()):
+            self.end(request, FinishReason.ABORT, AbortReason.SHUTDOWN)
+        self._stopping.set()
+
+    # ── requests ────────────────────────────────────────────────────────────────────────
+
+    def register(
+        self, request: Request, preparation: Coroutine[Any, Any, None] | None = None
+    ) -> None:
+        """Take a request on; `preparation` turns its prompt into ids and admits it."""
+        self.requests[request.name] = request
+        request.on_finish.append(self._forget)
+        if preparation is None:
+            return
+        assert self._group is not None, "run() comes first"
+        self._num_preparing += 1
+        task = self._group.create_task(
+            self._prepare(request, preparation), name=f"aneuron-prompt-{request.name}"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._prepared)
+
+    async def _prepare(self, request: Request, preparation: Coroutine[Any, Any, None]) -> None:
+        """Run a preparation; its fault is this request's alone."""
+        error: AneuronError
+        try:
+            await preparation
+        except RequestError as fault:
+            error = fault
+        except Exception as fault:  # noqa: BLE001  one of the three task bodies
+            error = InternalError(f"preparing the prompt failed: {fault}")
+            error.__cause__ = fault
+        else:
+            return
+        if request.state is RequestState.NEW:
+            self._finish_new(request, FinishReason.ERROR, error=error)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._num_preparing -= 1
+        self.notify()
+
+    def admit(self, request: Request, prompt_ids: np.ndarray) -> None:
+        """Queue a request whose prompt is known; int32 [tokens]."""
+        request.prompt_ids = prompt_ids
+        self._num_prompt_tokens += len(prompt_ids)
+        self.scheduler.add(request)
+        self.notify()
+
+    def end(self, request: Request, reason: FinishReason, abort_reason: AbortReason) -> None:
+        """End a request from outside; no token of it is given out after this."""
+        given = abort_reason if reason is FinishReason.ABORT else None
+        if request.state is RequestState.NEW:
+            self._finish_new(request, reason, abort_reason=given)
+        else:
+            self.scheduler.finish(request, reason, abort_reason=given)
+        self.notify()
+
+    def _finish_new(self, request: Request, reason: FinishReason, **facts: Any) -> None:
+        request.finish(reason, now_s=self.scheduler.clock(), **facts)
+        request.release()
+
+    def _forget(self, request: Request) -> None:
+        self._num_generated += len(request.output_ids)
+        del self.requests[request.name]
+
+    # ── the step loop ───────────────────────────────────────────────────────────────────
+
+    async def _step_loop(self) -> None:
+        while True:
+            plan = await self._next_plan()  # room for a step, and something to do
+            await self.runner.execute_model(plan)  # breaks of the flow happen in there
+            self._in_flight.put_nowait(self.runner.sample_tokens())
+
+    async def _next_plan(self) -> SchedulerOutput:
+        """Wait for room and work; from here on the plan's step is in flight."""
+        while True:
+            if self._num_in_flight < self.depth:
+                plan = self.scheduler.schedule()
+                if plan is not None:
+                    self._num_in_flight += 1
+                    return plan
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ── the materializer ────────────────────────────────────────────────────────────────
+
+    async def _materializer(self) -> None:
+        while True:
+            step = await self._in_flight.get()
+            try:
+                # Off the critical path: the device runs the next step meanwhile.
+                output = await self._output_of(step)
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                self.scheduler.fail(step.plan, error)
+            else:
+                self._deliver(self.scheduler.update_from_output(step.plan, output))
+            self._num_in_flight -= 1
+            self.notify()
+
+    async def _output_of(self, step: InFlightStep) -> Any:
+        """Return the step's output; a device that stays silent for too long is lost."""
+        future = step.sampled_token_ids
+        late = DeviceLost(f"no step has finished for {self.step_timeout_s:g} s (step_timeout_s)")
+        timer = asyncio.get_running_loop().call_later(
+            self.step_timeout_s, future.resolve, None, late
+        )
+        try:
+            return await step.get_output()
+        finally:
+            timer.cancel()
+
+    def _deliver(self, updated: list[Request]) -> None:
+        """Look for stop strings, and wake the consumers."""
+        for request in updated:
+            if request.watch is not None:
+                self._watch(request)
+            request.notify()
+
+    def _watch(self, request: Request) -> None:
+        ended_by_id = request.finish_reason is FinishReason.STOP
+        match = None if ended_by_id else request.watch.feed(request.output_ids[-1])  # type: ignore[union-attr]
+        if match is None:
+            return
+        if request.is_finished:  # by length, with this very token
+            request.stop_at(match)
+        else:
+            self.scheduler.finish(request, FinishReason.STOP, stop_reason=match)
+
+    # ── what the engine asks ────────────────────────────────────────────────────────────
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is prepared, runs, waits or is in flight."""
+        return not (self._num_in_flight or self._num_preparing) and self.scheduler.is_empty
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps between `schedule()` and applied tokens."""
+        return self._num_in_flight
+
+    def notify(self) -> None:
+        """Something changed (a request came or went, a step ended): look again."""
+        self._changed.set()
+        if self.is_idle:
+            self.runner.drain(self.scheduler.take_removed())
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._idle_waiters.clear()
+
+    def records(self) -> dict[str, int]:
+        """Return how many per-request records are kept, by kind; all 0 when idle."""
+        runner = self.runner
+        return {
+            "names": len(self.requests),
+            "prompts": self._num_preparing,
+            "scheduled": self.scheduler.num_held,
+            "rows": runner.batch.num_reqs,
+            "pending step": int(runner.async_execution_buffer.pending is not None),
+        }
+
+    async def wait_idle(self) -> None:
+        """Wait until the engine is idle."""
+        while not self.is_idle:
+            waiter = asyncio.get_running_loop().create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of counts."""
+        scheduler, flow = self.scheduler, self.runner.stats
+        num_open = sum(len(request.output_ids) for request in self.requests.values())
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            in_flight_steps=self._num_in_flight,
+            num_blocks=scheduler.kv.num_blocks,
+            free_blocks=scheduler.kv.num_free,
+            preemptions=scheduler.num_preemptions,
+            steps=flow.steps,
+            decode_steps=flow.decode_steps,
+            async_steps=flow.async_steps,
+            sync_fallback_steps=flow.sync_fallback_steps,
+            breaks={
+                reason.value: BreakStats(number, flow.break_seconds[reason])
+                for reason, number in flow.break_counts.items()
+            },
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generated + num_open,
+        )
+
+
+def _failure_of(group: ExceptionGroup[Exception]) -> AneuronError:
+    """Return the one error to tell users: the device's, if it is one, else our own bug."""
+    _, rest = group.split(DeviceError)
+    error: BaseException = group if rest is None else rest
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, DeviceError):
+        return error
+    internal = InternalError(f"the engine failed: {type(error).__name__}: {error}")
+    internal.__cause__ = error
+    return internal

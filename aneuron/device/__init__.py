@@ -1,0 +1,100 @@
+"""The device protocol, and how a device is found by name.
+
+A device runs executables in order and gives `DeviceFuture`s. What an executable computes is
+the models' business (`aneuron.models`); where, when and on which thread is the device's.
+One file per kind: `sim`, `cpu`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import numpy as np
+
+    from aneuron.futures import DeviceFuture
+    from aneuron.outputs import ModelInput, ModelSpec
+
+__all__ = ["Device", "Executable", "Model", "open_device"]
+
+DEVICE_NAMES = ("cpu", "sim")
+
+
+class Executable(Protocol):
+    """A program of fixed shape, for one bucket."""
+
+    name: str  # for people: "decode[r8,b16]"
+    sampled_dtype: str
+
+    def __call__(self, inputs: ModelInput, input_ids: Any) -> Any:
+        """Run; runs on the device's thread.
+
+        Args:
+            inputs: the columns of the launch; to be read now, not kept.
+            input_ids: the device value fed, or None for `inputs.input_ids`.
+
+        Returns:
+            The sampled ids, a device value [inputs.num_sampled]; or, from a model that
+            cannot sample on the device, logits float32 [inputs.num_sampled, vocab].
+        """
+
+
+class Model(Protocol):
+    """Loaded weights and their executables."""
+
+    spec: ModelSpec
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool: `num_blocks` blocks and the null block before them."""
+
+    def executable(self, inputs: ModelInput) -> Executable:
+        """Return the executable for the bucket of these inputs."""
+
+
+class Device(Protocol):
+    """Runs executables first in, first out; never blocks the loop."""
+
+    name: str
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to the loop that futures resolve on, and start the device's threads."""
+
+    def launch(self, executable: Executable, inputs: ModelInput) -> DeviceFuture:
+        """Queue a program and return the future of its sampled ids at once.
+
+        `inputs.input_ids` may be the unread future of an earlier launch. The inputs belong
+        to the launch until its future has resolved. Faults come with the future.
+        """
+
+    def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:
+        """Queue `tokens[order]` and return its future; both int [rows]."""
+
+    def memory_budget(self) -> int:
+        """Return the bytes that a KV pool may take by default."""
+
+    def close(self) -> DeviceFuture:
+        """Let queued work end, then the threads; the future resolves when they have."""
+
+
+def open_device(name: str) -> Device:
+    """Return a device by its name; nothing is started yet.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    match name:
+        case "sim":
+            from aneuron.device.sim import SimDevice
+
+            return SimDevice()
+        case "cpu":
+            from aneuron.device.cpu import CpuDevice
+
+            return CpuDevice()
+    raise ConfigError(
+        f"unknown device {name!r}; known are auto, {', '.join(DEVICE_NAMES)}", param="device"
+    )

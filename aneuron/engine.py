@@ -1,0 +1,397 @@
+"""The front door: `Engine` and `open`.
+
+Comes in: a model name and requests. Goes out: streams. Opening starts one supervisor task,
+the engine's only task of its own; in it runs the TaskGroup with the step loop and the
+materializer (core.py). Every call here is made on the loop that opened the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from aneuron.config import EngineConfig, EngineOptions
+from aneuron.core import EngineCore
+from aneuron.detokenize import Detokenizer
+from aneuron.errors import EngineClosed, InvalidRequest
+from aneuron.models.loading import Loaded, load
+from aneuron.outputs import AbortReason, FinishReason
+from aneuron.params import SamplingParams
+from aneuron.prompt import (
+    check_length,
+    tokenize,
+    validate_messages,
+    validate_text,
+    validate_token_ids,
+)
+from aneuron.request import Request
+from aneuron.stream import CompletionStream, StopWatch, TokenStream
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Sequence
+
+    from aneuron.device import Device, Model
+    from aneuron.models.catalog import Progress
+    from aneuron.outputs import EngineStats
+    from aneuron.tokenizer import Messages, Tokenizer
+
+__all__ = ["Engine", "open_engine"]
+
+_NOT_OPEN = "the engine is not open: use `async with`, or await open()"
+_MANY_WINDOW = 2  # prompts that generate_many submits, per sequence that can run
+
+
+class _State(Enum):
+    NEW = auto()  # made; nothing is loaded
+    OPENING = auto()  # open() is loading
+    OPEN = auto()  # open() returned
+    CLOSING = auto()  # aclose() was called
+    CLOSED = auto()  # the supervisor has ended; open() may be called again
+
+
+class Engine:
+    """An inference engine on your event loop.
+
+        async with aneuron.Engine("smollm2-135m") as engine:
+            async for token in engine.generate("The capital of France is", max_tokens=32):
+                print(token, end="", flush=True)
+
+    Args:
+        model: a built-in name, a directory, a `.gguf` file, a Hugging Face id, a simulated
+            model (`sim:count`), or a model object.
+        device: "auto", "cpu" or "sim", or a device object.
+        async_scheduling: schedule one step ahead; False is the synchronous baseline.
+        token_carry: how tokens travel from step to step; see docs/flow.md.
+        tokenizer: in place of the model's own.
+        revision: of a Hugging Face id.
+        progress: called as `progress(stage, done, total)` from a worker thread while the
+            model is fetched and loaded.
+        options: see `EngineConfig`.
+
+    Raises:
+        ConfigError: a setting is wrong; `param` names it.
+    """
+
+    loop: asyncio.AbstractEventLoop  # the one that opened it; these two are set by open()
+    tokenizer: Tokenizer
+
+    def __init__(
+        self,
+        model: str | Model,
+        *,
+        device: str | Device = "auto",
+        async_scheduling: bool = True,
+        token_carry: str = "auto",
+        tokenizer: Tokenizer | None = None,
+        revision: str | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Check the settings; `async with`, or `open()`, does the work."""
+        self.config = EngineConfig.build(
+            {"async_scheduling": async_scheduling, "token_carry": token_carry, **options}
+        )
+        self._source = (model, device, revision, progress)
+        self._tokenizer = tokenizer
+        self._state = _State.NEW
+        self._ids = count(1)
+        self._supervisor: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        model, device, *_ = self._source
+        name = model if isinstance(model, str) else model.spec.name
+        where = device if isinstance(device, str) else device.name
+        return f"<Engine {name} on {where}, {self._state.name.lower()}>"
+
+    # ── opening and closing ─────────────────────────────────────────────────────────────
+
+    async def open(self) -> Self:
+        """Load the model and start; the engine belongs to this event loop from now on.
+
+        Raises:
+            ConfigError: no such model or device, or they do not go together.
+            RuntimeError: it is open already.
+        """
+        if self._state not in (_State.NEW, _State.CLOSED) and not self._is_orphaned():
+            raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
+        self._state = _State.OPENING
+        try:
+            self._start(await self._load())
+            await self._core.wait_started()
+        except BaseException:  # cancelled too: it can be opened again
+            self._state = _State.NEW
+            if self._supervisor is not None:
+                self._supervisor.cancel()
+            raise
+        self._state = _State.OPEN
+        return self
+
+    def _is_orphaned(self) -> bool:
+        """Whether the loop that opened it has closed since, and the engine with it."""
+        return self._supervisor is not None and self.loop.is_closed()
+
+    async def _load(self) -> Loaded:
+        model, device, revision, progress = self._source
+        return await asyncio.to_thread(
+            load, model, device, self.config, self._tokenizer, revision=revision, progress=progress
+        )
+
+    def _start(self, loaded: Loaded) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.tokenizer = loaded.tokenizer
+        self._vocab_size = loaded.model.spec.vocab_size
+        self._max_model_len = loaded.max_model_len
+        self._core = EngineCore.build(self.config, loaded, self.loop)
+        # The only bare task: it owns the TaskGroup, so that open, generate and aclose may
+        # be called from different tasks, and a crash cancels none of them.
+        self._supervisor = asyncio.create_task(self._core.supervise(), name="aneuron-supervisor")
+
+    async def aclose(self) -> None:
+        """Abort what runs (reason "shutdown"), wait for the device, and free everything.
+
+        Returns within `shutdown_s`, also when the device hangs. Safe to call again, and from
+        any task; cancelling the caller does not stop the closing.
+        """
+        if self._supervisor is None or self.loop.is_closed():
+            self._state = _State.CLOSED
+            return
+        self._check_loop()
+        if self._state is _State.OPEN:
+            self._state = _State.CLOSING
+            self._core.stop()
+        await asyncio.wait({self._supervisor})
+        self._state = _State.CLOSED
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # ── requests ────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> TokenStream:
+        """Submit a prompt; the engine starts at once, also if nobody iterates.
+
+        Args:
+            prompt: text; or give `prompt_token_ids`.
+            params: what to sample; keyword arguments are laid over it.
+            prompt_token_ids: the prompt as ids.
+            request_id: your name for it, free again when it ends.
+            sampling: fields of `SamplingParams`.
+
+        Returns:
+            A stream to iterate, or to await. Faults that need the tokenizer (an empty or
+            too long text) are raised there, at the first await.
+
+        Raises:
+            InvalidRequest: a field is wrong; `param` names it.
+            ContextTooLong: the ids do not fit.
+            EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
+            RuntimeError: called outside the engine's event loop.
+        """
+        self._check_open()
+        if (prompt is None) == (prompt_token_ids is None):
+            raise InvalidRequest("give either prompt or prompt_token_ids", param="prompt")
+        params = SamplingParams.build(params, sampling)
+        if prompt is not None:
+            return self._submit(validate_text(prompt), None, params, request_id)
+        ids = validate_token_ids(prompt_token_ids, vocab_size=self._vocab_size)
+        self._check_length(len(ids), param="prompt_token_ids")
+        return self._submit(None, ids, params, request_id)
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> TokenStream:
+        """Submit a conversation, rendered with the model's chat template.
+
+        Args:
+            messages: dicts with "role" and "content", oldest first.
+            params: what to sample.
+            request_id: your name for it.
+            sampling: fields of `SamplingParams`.
+
+        Returns and raises what `generate` does; the template's complaints come at the
+        first await.
+        """
+        self._check_open()
+        params = SamplingParams.build(params, sampling)
+        validate_messages(messages)
+        return self._submit(list(messages), None, params, request_id)
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> CompletionStream:
+        """Submit many prompts (texts or lists of ids); answers come as they finish.
+
+        Prompts are drawn from the iterable as earlier ones end.
+
+        Returns:
+            An async iterator of `(index of the prompt, Completion)`.
+
+        Raises:
+            InvalidRequest, ContextTooLong, EngineClosed: as `generate`.
+        """
+        self._check_open()
+        params = SamplingParams.build(params, sampling)
+
+        def submit(prompt: str | Sequence[int]) -> TokenStream:
+            if isinstance(prompt, str):
+                return self.generate(prompt, params)
+            return self.generate(prompt_token_ids=prompt, params=params)
+
+        return CompletionStream(prompts, submit, window=_MANY_WINDOW * self.config.max_num_seqs)
+
+    def _submit(
+        self,
+        prompt: str | Messages | None,
+        ids: Any,
+        params: SamplingParams,
+        name: str | None,
+    ) -> TokenStream:
+        number = next(self._ids)
+        name = f"req-{number}" if name is None else name
+        if not name or type(name) is not str:
+            raise InvalidRequest("request_id must be a non-empty string", param="request_id")
+        if name in self._core.requests:
+            raise InvalidRequest(
+                f"request_id {name!r} is in use by a request that has not ended",
+                param="request_id",
+                request_id=name,
+            )
+        request = Request(number, name, params, arrival_s=self.loop.time())
+        if prompt is None:
+            self._core.register(request)
+            self._admit(request, ids)
+        else:
+            self._core.register(request, self._prepare(request, prompt))
+        return TokenStream(self, request)
+
+    async def _prepare(self, request: Request, prompt: str | Messages) -> None:
+        param = "prompt" if isinstance(prompt, str) else "messages"
+        check = partial(self._check_length, param=param)
+        ids = await tokenize(self.tokenizer, prompt, check=check)
+        if not request.is_finished:
+            self._admit(request, ids)
+
+    def _admit(self, request: Request, ids: Any) -> None:
+        if request.params.stop:
+            request.watch = StopWatch(Detokenizer(self.tokenizer, ids, request.params))
+        self._core.admit(request, ids)
+
+    def abort(self, request_id: str) -> None:
+        """End a request by name; no token of it is given out after this returns.
+
+        A name that is unknown, or has ended, is no error.
+        """
+        self._check_loop()
+        request = self._core.requests.get(request_id)
+        if request is not None:
+            self.end(request, FinishReason.ABORT)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside (for streams): ABORT forgets, STOP keeps."""
+        self._core.end(request, reason, AbortReason.CLIENT)
+
+    # ── looking in ──────────────────────────────────────────────────────────────────────
+
+    async def wait_idle(self) -> None:
+        """Wait until no request runs or waits and no step is in flight.
+
+        Raises:
+            EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
+        """
+        self._check_open()
+        await self._core.wait_idle()
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of counts; see `EngineStats`.
+
+        Raises:
+            EngineClosed: the engine was never open.
+        """
+        if self._supervisor is None:
+            raise EngineClosed(_NOT_OPEN)
+        return self._core.stats()
+
+    @property
+    def device(self) -> Device:
+        """The device of the open engine."""
+        return self._core.runner.device
+
+    def records(self) -> dict[str, int]:
+        """Return how many per-request records the engine keeps, by kind; all 0 when idle."""
+        return self._core.records()
+
+    # ── checks ──────────────────────────────────────────────────────────────────────────
+
+    def _check_length(self, num_tokens: int, *, param: str) -> None:
+        capacity = self._core.scheduler.kv.capacity
+        check_length(num_tokens, max_model_len=self._max_model_len, capacity=capacity, param=param)
+
+    def _check_open(self) -> None:
+        if self._state is not _State.OPEN:
+            raise EngineClosed(f"{_NOT_OPEN} (it is {self._state.name.lower()})")
+        self._check_loop()
+        if self._core.failure is not None:
+            raise self._core.failure.copy()
+
+    def _check_loop(self) -> None:
+        if self._supervisor is None:
+            raise EngineClosed(_NOT_OPEN)
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "call this inside a coroutine of the event loop that opened the engine"
+            ) from None
+        if running is not self.loop:
+            raise RuntimeError(
+                f"the engine belongs to the event loop {self.loop!r}, not to {running!r}"
+            )
+
+
+class _Opening:
+    """What `aneuron.open()` returns: await it for an open engine, or enter it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __await__(self) -> Generator[Any, None, Engine]:
+        return self._engine.open().__await__()
+
+    async def __aenter__(self) -> Engine:
+        return await self._engine.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.aclose()
+
+
+def open_engine(model: str | Model, **options: Any) -> _Opening:
+    """Open an engine: `engine = await aneuron.open(...)`, or `async with aneuron.open(...)`.
+
+    Awaited, close it with `await engine.aclose()`. The arguments are those of `Engine`.
+
+    Raises:
+        ConfigError: a setting is wrong; `param` names it.
+    """
+    return _Opening(Engine(model, **options))

@@ -1,0 +1,131 @@
+"""From names to parts: a model, and the device that runs it.
+
+Comes in: what the caller gave to `Engine`. Goes out: a loaded model with its KV pool, and
+an opened device. Blocking (files, weights): the engine calls it in a worker thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aneuron.device import open_device
+from aneuron.errors import ConfigError
+from aneuron.models.simulated import SimModel, simulated_model
+from aneuron.tokenizer import ByteTokenizer, HFTokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aneuron.config import EngineConfig
+    from aneuron.device import Device, Model
+    from aneuron.models.catalog import Progress
+    from aneuron.tokenizer import Tokenizer
+
+__all__ = ["Loaded", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` found."""
+
+    model: Model
+    device: Device
+    tokenizer: Tokenizer
+    num_blocks: int  # of the KV pool
+    max_model_len: int
+
+
+def load(
+    model: str | Model,
+    device: str | Device,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None = None,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Find, fetch and load a model, open its device, and make the KV pool.
+
+    Raises:
+        ConfigError: no such model or device, or they do not go together; `param` names it.
+        OutOfMemory: the KV pool does not fit.
+    """
+    opened = _open_device(model, device)
+    path: Path | None = None
+    if isinstance(model, str):
+        if model.startswith("sim:"):
+            model = simulated_model(model)
+        else:
+            model, path = _load_torch(model, config, revision, progress)
+    _check_sampling(model, opened, config)
+    if tokenizer is None:
+        tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
+    limit = _length_limit(model, config)
+    num_blocks = _pool_size(model, opened, config, limit)
+    model.allocate_kv(num_blocks, config.block_size)
+    return Loaded(model, opened, tokenizer, num_blocks, limit)
+
+
+def _check_sampling(model: Model, device: Device, config: EngineConfig) -> None:
+    if config.async_scheduling and not model.spec.on_device_sampling:
+        raise ConfigError(
+            f"{model.spec.name} on {device.name} does not sample on the device, which async "
+            "scheduling needs: pass async_scheduling=False",
+            param="async_scheduling",
+        )
+
+
+def _length_limit(model: Model, config: EngineConfig) -> int:
+    limit = model.spec.max_model_len
+    if config.max_model_len is not None:
+        if config.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is over the model's own {limit}",
+                param="max_model_len",
+            )
+        limit = config.max_model_len
+    return limit
+
+
+def _open_device(model: str | Model, device: str | Device) -> Device:
+    is_simulated = isinstance(model, SimModel) or (
+        isinstance(model, str) and model.startswith("sim:")
+    )
+    if isinstance(device, str):
+        device = open_device(("sim" if is_simulated else "cpu") if device == "auto" else device)
+    if is_simulated != (device.name == "sim"):
+        raise ConfigError(
+            f"device {device.name!r} cannot run "
+            + (
+                "a simulated model" if is_simulated else "a real model; it runs sim:count and so on"
+            ),
+            param="device",
+        )
+    return device
+
+
+def _load_torch(
+    name: str, config: EngineConfig, revision: str | None, progress: Progress | None
+) -> tuple[Model, Path]:
+    from aneuron.models.catalog import resolve
+    from aneuron.models.executables import TorchModel
+
+    found = resolve(name, revision=revision, progress=progress)
+    if progress is not None:
+        progress("load", 0, None)
+    return TorchModel.load(found.path, dtype=config.dtype, name=found.name), found.path
+
+
+def _pool_size(model: Model, device: Device, config: EngineConfig, max_model_len: int) -> int:
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    budget = config.kv_cache_bytes or device.memory_budget()
+    num_blocks = budget // (model.spec.kv_bytes_per_token * config.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{budget} bytes do not hold one block of the KV cache", param="kv_cache_bytes"
+        )
+    # No more than all requests can use at their longest.
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return int(min(num_blocks, useful))

@@ -1,0 +1,207 @@
+"""Models for the simulated device, in which every lost, doubled or swapped token shows.
+
+COUNT, SUM, CONST and SCRIPT keep a real paged KV cache of token ids: written through the
+slot mapping, read back through the block table. They are named `sim:count`, `sim:sum`, …
+wherever a model name goes; `aneuron.testing` re-exports them for users' own suites.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aneuron.errors import ConfigError
+from aneuron.outputs import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aneuron.outputs import ModelInput
+
+__all__ = ["Const", "Count", "Script", "SimModel", "Sum", "simulated_model"]
+
+_EOS = 257  # of the byte tokenizer
+_BYTE_VOCAB = 258
+
+
+class _Executable:
+    """One bucket of a simulated model."""
+
+    __slots__ = ("_run", "name", "sampled_dtype")
+
+    def __init__(self, name: str, run: Callable[[ModelInput, Any], Any], dtype: str) -> None:
+        self.name = name
+        self.sampled_dtype = dtype
+        self._run = run
+
+    def __call__(self, inputs: ModelInput, input_ids: Any) -> Any:
+        return self._run(inputs, input_ids)
+
+
+class SimModel:
+    """Base: the KV cache and the buckets; a subclass gives the next ids.
+
+    Args:
+        vocab_size: ids are below this.
+        max_model_len: longest context in tokens.
+        eos_token_ids: ids that end an answer.
+        sampled_dtype: dtype of the sampled ids ("int64" shows a dtype mismatch).
+        on_device_sampling: False makes the executables return logits.
+    """
+
+    name = "sim"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1 << 20,
+        max_model_len: int = 32768,
+        eos_token_ids: Sequence[int] = (),
+        sampled_dtype: str = "int32",
+        on_device_sampling: bool = True,
+    ) -> None:
+        """Describe the model; `allocate_kv` gives it its cache."""
+        self.spec = ModelSpec(
+            name=f"sim:{self.name}",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=tuple(eos_token_ids),
+            kv_bytes_per_token=4,
+            sampled_dtype=sampled_dtype if on_device_sampling else "float32",
+            on_device_sampling=on_device_sampling,
+        )
+        self._kv = np.zeros(0, np.int32)
+        self._block_size = 0
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make a cache of ids; unwritten cells hold a value that spoils every sum."""
+        self._block_size = block_size
+        self._kv = np.full((num_blocks + 1) * block_size, 7_777_777, np.int32)
+
+    def executable(self, inputs: ModelInput) -> _Executable:
+        """Return the executable of this bucket."""
+        kind = "decode" if inputs.is_decode else "prefill"
+        return _Executable(f"{kind}[r{inputs.num_rows}]", self._run, self.spec.sampled_dtype)
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the next id of each row; int [rows], rows with padding.
+
+        Args:
+            ids: int32 [T], the ids of this step.
+            inputs: the launch.
+        """
+        raise NotImplementedError
+
+    def _run(self, inputs: ModelInput, input_ids: Any) -> np.ndarray:
+        ids = inputs.input_ids if input_ids is None else input_ids
+        written = inputs.slot_mapping >= 0
+        self._kv[inputs.slot_mapping[written]] = ids[written]
+        # A prefill's output has one entry per request and no padding.
+        chosen = self.next_ids(ids, inputs)[: inputs.num_sampled]
+        if self.spec.on_device_sampling:
+            ids_out: np.ndarray = chosen.astype(self.spec.sampled_dtype)
+            return ids_out
+        logits = np.zeros((len(chosen), self.spec.vocab_size), np.float32)
+        logits[np.arange(len(chosen)), chosen] = 1.0
+        return logits
+
+    def _context(self, inputs: ModelInput) -> tuple[np.ndarray, np.ndarray]:
+        """Return each row's ids read through its block table, and which of them count."""
+        size = self._block_size
+        cells = inputs.block_table[:, :, None] * size + np.arange(size, dtype=np.int32)
+        cells = cells.reshape(len(inputs.block_table), -1)
+        counts = np.arange(cells.shape[1]) < inputs.context_lens[:, None]
+        return self._kv[cells], counts
+
+
+class Count(SimModel):
+    """The next id is the last id + 1."""
+
+    name = "count"
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return last + 1, modulo the vocabulary."""
+        following: np.ndarray = (ids[inputs.logits_indices] + 1) % self.spec.vocab_size
+        return following
+
+
+class Sum(SimModel):
+    """The next id is the position-weighted sum of all context ids, read from the cache."""
+
+    name = "sum"
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return sum((position + 1) * id) modulo the vocabulary."""
+        context, counts = self._context(inputs)
+        weights = np.where(counts, np.arange(1, context.shape[1] + 1), 0)
+        total: np.ndarray = (context.astype(np.int64) * weights).sum(axis=1)
+        return total % self.spec.vocab_size
+
+
+class Const(SimModel):
+    """The same logits at every step.
+
+    Args:
+        logits: of the first ids; the others get -10.
+    """
+
+    name = "const"
+
+    def __init__(self, logits: Sequence[float] = (1.0,), **options: Any) -> None:
+        """Fix the logits."""
+        super().__init__(**{"vocab_size": max(_BYTE_VOCAB, len(logits)), **options})
+        self.logits = np.full(self.spec.vocab_size, -10.0, np.float32)
+        self.logits[: len(logits)] = logits
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the argmax, or a sample for rows with a temperature."""
+        rows = inputs.num_rows
+        if inputs.all_greedy:
+            return np.full(rows, self.logits.argmax())
+        from aneuron.models.host_sampling import sample_on_host  # torch, only where needed
+
+        return sample_on_host(np.tile(self.logits, (rows, 1)), inputs)
+
+
+class Script(SimModel):
+    """The listed ids in order, then the end id.
+
+    Args:
+        script: ids, or bytes of the byte tokenizer.
+    """
+
+    name = "script"
+
+    def __init__(self, script: Sequence[int] | bytes = b"Hello!", **options: Any) -> None:
+        """Fix the script."""
+        super().__init__(**{"vocab_size": _BYTE_VOCAB, "eos_token_ids": (_EOS,), **options})
+        self.script = np.array([*script, _EOS])
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the entry at the row's number of new tokens."""
+        told = inputs.positions[inputs.logits_indices] + 1 - inputs.prompt_lens
+        entries: np.ndarray = self.script[np.clip(told, 0, len(self.script) - 1)]
+        return entries
+
+
+def simulated_model(name: str) -> SimModel:
+    """Return the model of a name like `sim:count`.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    models: dict[str, type[SimModel]] = {
+        "count": Count,
+        "sum": Sum,
+        "const": Const,
+        "script": Script,
+    }
+    kind = name.removeprefix("sim:")
+    if kind not in models:
+        raise ConfigError(
+            f"unknown simulated model {name!r}; known are "
+            + ", ".join(f"sim:{known}" for known in models),
+            param="model",
+        )
+    return models[kind]()

@@ -1,0 +1,287 @@
+"""The vocabulary of the flow: what one stage hands to the next.
+
+    Scheduler ─ SchedulerOutput ─▶ ModelRunner ─ ModelInput ─▶ executable on the device
+    device ─ ModelRunnerOutput ─▶ Scheduler ─▶ TokenStream ─ Token, Completion ─▶ user
+
+Plain data, numpy columns on the hot path, no behaviour that waits or computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from aneuron.params import SamplingParams
+
+__all__ = [
+    "AbortReason",
+    "BreakStats",
+    "Choice",
+    "Completion",
+    "EngineStats",
+    "FinishReason",
+    "ModelInput",
+    "ModelRunnerOutput",
+    "ModelSpec",
+    "NewRequest",
+    "SchedulerOutput",
+    "Timing",
+    "Token",
+    "Usage",
+]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the length limit
+    ABORT = "abort"  # see AbortReason
+    ERROR = "error"  # its device step, or the engine, failed
+
+
+class AbortReason(StrEnum):
+    """Who ended an aborted request."""
+
+    CLIENT = "client"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+
+# ── scheduler → runner ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that enters the batch: new, or resumed after a preemption."""
+
+    request_id: int  # internal: unique per submission
+    slot: int
+    token_ids: np.ndarray  # int32 [known tokens]: prompt, and on resume its output so far
+    prompt_len: int
+    block_ids: np.ndarray  # int32 [blocks]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step; the rows are columns, in the scheduler's order.
+
+    A slot is not given to another request before every step that holds it has resolved,
+    so a slot in a plan in flight names one request.
+    """
+
+    step_id: int
+    is_decode: bool  # every request is in the decode *state*, not merely "one token"
+    request_ids: np.ndarray  # int64 [n], internal
+    slots: np.ndarray  # int32 [n]
+    num_scheduled: np.ndarray  # int32 [n], tokens of this step
+    new_requests: tuple[NewRequest, ...]
+    removed_slots: tuple[int, ...]  # slots that left the batch since the last plan
+    # blocks appended to requests that are in the batch already, all int32 [k]:
+    block_slots: np.ndarray
+    block_columns: np.ndarray
+    block_ids: np.ndarray
+
+
+# ── runner → device ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class ModelInput:
+    """The inputs of one launch, padded to a bucket: T tokens, R rows, B blocks a row.
+
+    Arrays are views into one entry of the staging ring: the launch owns them until its
+    future has resolved. Tokens of a prefill are packed row after row. Padding: tokens have
+    slot -1 (no write), rows have block 0 (the null block), context length 1 and start at
+    the number of real tokens.
+    """
+
+    is_decode: bool
+    num_reqs: int  # rows that count
+    num_tokens: int  # tokens that count
+    max_query_len: int  # most tokens of one row, rounded up to a bucket; 1 in decode
+    all_greedy: bool  # no row samples: argmax is enough
+    input_ids: Any  # int32 [T], or the DeviceFuture of the step before ([T], unread)
+    positions: np.ndarray  # int32 [T]
+    slot_mapping: np.ndarray  # int32 [T], block * block_size + offset, -1 = no write
+    query_start: np.ndarray  # int32 [R + 1], first token of each row
+    block_table: np.ndarray  # int32 [R, B]
+    context_lens: np.ndarray  # int32 [R], tokens in the cache once this step has run
+    logits_indices: np.ndarray  # int32 [R], each row's last token in [T]
+    prompt_lens: np.ndarray  # int32 [R]
+    temperature: np.ndarray  # float32 [R], 0 = greedy
+    top_k: np.ndarray  # int32 [R], 0 = all
+    top_p: np.ndarray  # float32 [R]
+    min_p: np.ndarray  # float32 [R]
+    seed: np.ndarray  # int64 [R]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with padding (R)."""
+        return len(self.context_lens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of the sampled output: a decode's is padded, a prefill's is not."""
+        return self.num_rows if self.is_decode else self.num_reqs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a loaded model tells the engine."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int  # the longest context it was made for
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int  # over all layers
+    sampled_dtype: str = "int32"
+    on_device_sampling: bool = True  # False: executables return logits
+
+
+# ── runner → scheduler ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """A step's tokens on the host, in launch order."""
+
+    slots: np.ndarray  # int32 [n]
+    token_ids: np.ndarray  # int32 [n]
+
+
+# ── engine → user ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Token:
+    """One item of a stream.
+
+    `text` may be empty while a character or a possible stop string is incomplete; what
+    was held back comes with a later item. `token_id` is None only on the last item of a
+    request that was aborted or stopped from outside, which carries no token.
+    """
+
+    text: str
+    token_id: int | None
+    index: int  # position among the new tokens, from 0
+    choice: int = 0
+    finish_reason: FinishReason | None = None  # on the last item only
+    stop_reason: str | int | None = None  # the stop string or stop id that matched
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and new tokens together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of a request went, in seconds of the loop's clock."""
+
+    queued_s: float | None  # call → first scheduled
+    ttft_s: float | None  # call → first token
+    total_s: float  # call → end
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer: its text, ids and why it ended."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    abort_reason: AbortReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer; the properties are those of choice 0."""
+
+    request_id: str
+    choices: list[Choice]
+    usage: Usage
+    timing: Timing = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new ids, an end id included."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop id that ended it."""
+        return self.choices[0].stop_reason
+
+    @property
+    def abort_reason(self) -> AbortReason | None:
+        """Who aborted it."""
+        return self.choices[0].abort_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class BreakStats:
+    """How often the flow broke for one reason, and the time it cost."""
+
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an engine.
+
+    `async_steps + sync_fallback_steps` is the number of steps launched, where the carry
+    tells them apart; both are 0 in the synchronous baseline.
+    """
+
+    running: int
+    waiting: int
+    in_flight_steps: int
+    num_blocks: int
+    free_blocks: int
+    preemptions: int
+    steps: int
+    decode_steps: int
+    async_steps: int
+    sync_fallback_steps: int
+    breaks: dict[str, BreakStats]
+    prompt_tokens: int  # of requests admitted so far
+    generation_tokens: int  # given out so far
+
+    @property
+    def decode_async_share(self) -> float:
+        """Share of decode steps that were fed with a device future; 0.0 if there were none."""
+        return self.async_steps / self.decode_steps if self.decode_steps else 0.0

@@ -1,0 +1,172 @@
+"""A request: the one record that the engine and the stream of its user share.
+
+The engine writes (scheduler and materializer, on the loop), the stream reads. The request
+never knows the stream: it wakes a bare future, so an abandoned stream can be collected
+while its request is still in flight.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from aneuron.outputs import FinishReason
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from aneuron.errors import AneuronError
+    from aneuron.outputs import AbortReason
+    from aneuron.params import SamplingParams
+
+__all__ = ["Request", "RequestState", "TextWatch"]
+
+
+class RequestState(Enum):
+    """Where a request stands."""
+
+    NEW = auto()  # generate() made it; its prompt is being turned into ids
+    WAITING = auto()  # add(): has its ids, holds no slot and no block
+    RUNNING = auto()  # schedule() admitted it: holds a slot and blocks
+    PREEMPTED = auto()  # schedule() took its blocks; resumes once its tokens have arrived
+    FINISHED = auto()  # finish(); slot and blocks come free with its last step in flight
+
+
+class TextWatch(Protocol):
+    """Turns tokens into text as they arrive; only requests with stop strings have one."""
+
+    def feed(self, token_id: int) -> str | None:
+        """Take one token; return the stop string that it completed, if any."""
+
+
+class Request:
+    """One submission: prompt, what it asks for, its output columns and its end."""
+
+    __slots__ = (
+        "_release_waiters",
+        "_waiter",
+        "_waiter_wants_end",
+        "abort_reason",
+        "arrival_s",
+        "error",
+        "finish_reason",
+        "finished_s",
+        "first_scheduled_s",
+        "first_token_s",
+        "is_released",
+        "name",
+        "on_finish",
+        "output_ids",
+        "params",
+        "prompt_ids",
+        "request_id",
+        "seed",
+        "slot",
+        "state",
+        "stop_reason",
+        "watch",
+    )
+
+    def __init__(
+        self, request_id: int, name: str, params: SamplingParams, *, arrival_s: float
+    ) -> None:
+        """Make a new request; `request_id` is internal and unique, `name` the caller's."""
+        self.request_id = request_id
+        self.name = name
+        self.params = params
+        self.seed = params.noise_seed()
+        self.arrival_s = arrival_s
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.state = RequestState.NEW
+        self.prompt_ids: np.ndarray | None = None  # int32 [prompt]
+        self.output_ids = array("i")
+        self.slot = -1
+        self.watch: TextWatch | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.abort_reason: AbortReason | None = None
+        self.error: AneuronError | None = None
+        self.is_released = False
+        self.on_finish: list[Callable[[Request], None]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._waiter_wants_end = False
+        self._release_waiters: list[asyncio.Future[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Request {self.name} {self.state.name} {len(self.output_ids)} tokens>"
+
+    @property
+    def is_finished(self) -> bool:
+        """No more tokens will come."""
+        return self.state is RequestState.FINISHED
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt; 0 while it is not known."""
+        return 0 if self.prompt_ids is None else len(self.prompt_ids)
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        now_s: float,
+        stop_reason: str | int | None = None,
+        abort_reason: AbortReason | None = None,
+        error: AneuronError | None = None,
+    ) -> None:
+        """Record the end; the caller sees to slot and blocks."""
+        self.state = RequestState.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.abort_reason = abort_reason
+        self.error = error
+        self.finished_s = now_s
+        self.notify()
+        for callback in self.on_finish:
+            callback(self)
+        self.on_finish.clear()
+
+    def stop_at(self, match: str) -> None:
+        """Let a stop string, completed by the very last token, win over the length."""
+        self.finish_reason = FinishReason.STOP
+        self.stop_reason = match
+
+    def release(self) -> None:
+        """Record that it holds nothing any more, and wake who waits for that."""
+        self.is_released = True
+        for waiter in self._release_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._release_waiters.clear()
+
+    def notify(self) -> None:
+        """Wake the consumer, unless it waits for the end only and this is not the end."""
+        waiter = self._waiter
+        if waiter is None or (self._waiter_wants_end and not self.is_finished):
+            return
+        self._waiter = None
+        if not waiter.done():
+            waiter.set_result(None)
+
+    async def wait_news(self, loop: asyncio.AbstractEventLoop, *, end_only: bool = False) -> None:
+        """Wait for the next `notify()`; cancelled, it leaves nothing behind."""
+        waiter = self._waiter = loop.create_future()
+        self._waiter_wants_end = end_only
+        try:
+            await waiter
+        finally:
+            if self._waiter is waiter:
+                self._waiter = None
+
+    async def wait_released(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until slot and blocks are free."""
+        if not self.is_released:
+            waiter = loop.create_future()
+            self._release_waiters.append(waiter)
+            await waiter

@@ -1,0 +1,322 @@
+"""What a user holds of a request: `TokenStream`, and `CompletionStream` for many prompts.
+
+Comes in: the columns that the engine writes to a `Request`. Goes out: `Token` items and
+`Completion`s. Runs in the consumer's task; a slow or absent consumer costs the engine
+nothing, since unread tokens are ids in a column and become text when they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from aneuron.detokenize import Detokenizer
+from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
+    from aneuron.request import Request
+    from aneuron.tokenizer import Tokenizer
+
+__all__ = ["CompletionStream", "StopWatch", "StreamOwner", "TokenStream"]
+
+_YIELD_EVERY = 64  # ready tokens that a stream gives before it lets others run
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of its engine, and why it keeps the engine alive."""
+
+    loop: asyncio.AbstractEventLoop
+    tokenizer: Tokenizer
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request from outside: ABORT forgets it, STOP keeps what there is."""
+
+
+class StopWatch:
+    """The text of a request with stop strings, made as tokens arrive.
+
+    Its stop must be found also when nobody reads.
+    """
+
+    __slots__ = ("detokenizer", "texts")
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        """Watch the text that `detokenizer` gives."""
+        self.detokenizer = detokenizer
+        self.texts: list[str] = []
+
+    def feed(self, token_id: int) -> str | None:
+        """Take one token; return the stop string that it completed, if any."""
+        self.texts.append(self.detokenizer.feed(token_id))
+        return self.detokenizer.stop_match
+
+
+class TokenStream:
+    """One request's answer: iterate it for tokens, await it for the whole, or enter it.
+
+    `async for token in stream` gives each `Token`; the last has a `finish_reason`.
+    `await stream` gives the `Completion`, also after iterating. `async with stream` closes
+    it at the end. There is one consumer at a time. Dropping or breaking out of an
+    unfinished stream cancels its request.
+
+    Raises (from iterating and awaiting alike):
+        RequestError: the prompt was empty, too long, or malformed.
+        DeviceError: a step of this request failed, or the device was lost.
+        EngineClosed: the engine closed underneath.
+        RuntimeError: a second task consumes it at the same time.
+    """
+
+    def __init__(self, owner: StreamOwner, request: Request) -> None:
+        """Made by `Engine.generate` and `Engine.chat`."""
+        self._owner = owner
+        self._request = request
+        self._detokenizer: Detokenizer | None = None
+        self._pieces: list[str] = []
+        self._num_read = 0
+        self._num_ready = 0
+        self._ended = False
+        self._busy = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<TokenStream {self._request!r}>"
+
+    @property
+    def request_id(self) -> str:
+        """The request's name, yours or one that the engine chose."""
+        return self._request.name
+
+    # ── consuming ───────────────────────────────────────────────────────────────────────
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        """Return the next token; cancelling the waiting task cancels the request."""
+        while (token := self._next_ready()) is None:
+            if self._ended:
+                raise StopAsyncIteration
+            await self._wait(end_only=False)
+        self._num_ready += 1
+        if self._num_ready % _YIELD_EVERY == 0:
+            await asyncio.sleep(0)
+        return token
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self._collect().__await__()
+
+    async def _collect(self) -> Completion:
+        while not self._request.is_finished:
+            await self._wait(end_only=True)
+        error = self._request.error
+        if error is not None:
+            self._ended = True
+            raise error.copy()
+        async for _ in self:
+            pass
+        return self._completion()
+
+    async def _wait(self, *, end_only: bool) -> None:
+        if self._busy:
+            raise RuntimeError("another task consumes this TokenStream; a stream has one consumer")
+        self._note_task()
+        self._busy = True
+        try:
+            await self._request.wait_news(self._owner.loop, end_only=end_only)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._busy = False
+
+    def _note_task(self) -> None:
+        """Let the end of a *cancelled* consumer end the stream, wherever it was cancelled.
+
+        Its traceback may keep this object alive for a long time, so the finaliser alone
+        would be late. A consumer that ends normally may hand the stream on.
+        """
+        task = asyncio.current_task()
+        if task is not None and task is not self._task:
+            self._task = task
+            task.add_done_callback(partial(_consumer_done, weakref.ref(self)))
+
+    def _next_ready(self) -> Token | None:
+        request = self._request
+        index, ids, reason = self._num_read, request.output_ids, request.finish_reason
+        if index < len(ids):
+            self._num_read += 1
+            if index + 1 == len(ids) and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                return self._last(index, ids[index])
+            text = self._text(index, ids[index])
+            self._pieces.append(text)
+            return Token(text, ids[index], index)
+        if reason is None or self._ended:
+            return None
+        if request.error is not None:
+            self._ended = True
+            raise request.error.copy()
+        return self._last(index, None)
+
+    def _text(self, index: int, token_id: int) -> str:
+        watch = self._request.watch
+        if isinstance(watch, StopWatch):
+            return watch.texts[index]
+        return self._text_source().feed(token_id)
+
+    def _text_source(self) -> Detokenizer:
+        if self._detokenizer is None:
+            request = self._request
+            if isinstance(request.watch, StopWatch):
+                self._detokenizer = request.watch.detokenizer
+            else:
+                prompt = () if request.prompt_ids is None else request.prompt_ids
+                self._detokenizer = Detokenizer(self._owner.tokenizer, prompt, request.params)
+        return self._detokenizer
+
+    def _last(self, index: int, token_id: int | None) -> Token:
+        """Return the last item: an end id shows no text, held-back text comes out."""
+        self._ended = True
+        request = self._request
+        by_string = isinstance(request.stop_reason, str)
+        text = ""
+        if token_id is not None and (by_string or request.finish_reason is FinishReason.LENGTH):
+            text = self._text(index, token_id)
+        if not by_string:
+            text += self._text_source().flush()
+        self._pieces.append(text)
+        return Token(text, token_id, index, 0, request.finish_reason, request.stop_reason)
+
+    def _completion(self) -> Completion:
+        request = self._request
+        assert request.finish_reason is not None
+        choice = Choice(
+            0,
+            "".join(self._pieces),
+            request.output_ids.tolist(),
+            request.finish_reason,
+            request.stop_reason,
+            request.abort_reason,
+        )
+        usage = Usage(request.prompt_len, len(request.output_ids))
+        return Completion(request.name, [choice], usage, _timing(request))
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────
+
+    def cancel(self) -> None:
+        """Forget the request, now; from any task of the loop, as often as you like.
+
+        Iteration ends with a last item whose `finish_reason` is "abort".
+        """
+        self._owner.end(self._request, FinishReason.ABORT)
+
+    def stop(self) -> None:
+        """End the answer and keep what there is; its `finish_reason` is "stop"."""
+        self._owner.end(self._request, FinishReason.STOP)
+
+    async def aclose(self) -> None:
+        """Cancel if unfinished, and wait until the request's blocks are free."""
+        self.cancel()
+        await self._request.wait_released(self._owner.loop)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        """Post a cancel for an abandoned request; may run in any thread."""
+        request = getattr(self, "_request", None)
+        if request is not None and not request.is_finished:
+            try:
+                self._owner.loop.call_soon_threadsafe(self._owner.end, request, FinishReason.ABORT)
+            except RuntimeError:
+                return  # the loop has closed, and the engine with it
+
+
+def _consumer_done(stream_ref: weakref.ref[TokenStream], task: asyncio.Task[Any]) -> None:
+    stream = stream_ref()
+    if stream is not None and task.cancelled():
+        stream.cancel()
+
+
+def _timing(request: Request) -> Timing:
+    def since_arrival(when_s: float | None) -> float | None:
+        return None if when_s is None else when_s - request.arrival_s
+
+    total_s = since_arrival(request.finished_s)
+    assert total_s is not None
+    return Timing(
+        since_arrival(request.first_scheduled_s), since_arrival(request.first_token_s), total_s
+    )
+
+
+class CompletionStream:
+    """Answers to many prompts, each as it is finished: `(index of the prompt, Completion)`.
+
+    A bounded number of prompts is submitted at a time. An answer that failed raises its
+    error from iteration, with the note which prompt it was; iterating on goes on with the
+    others. Leaving early, closing or dropping it cancels what runs.
+    """
+
+    def __init__(
+        self, prompts: Iterable[Any], submit: Callable[[Any], TokenStream], *, window: int
+    ) -> None:
+        """Made by `Engine.generate_many`."""
+        self._prompts = enumerate(prompts)
+        self._submit = submit
+        self._running: dict[int, TokenStream] = {}
+        self._finished: asyncio.Queue[int] = asyncio.Queue()
+        for _ in range(window):
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        entry = next(self._prompts, None)
+        if entry is None:
+            return
+        index, prompt = entry
+        stream = self._running[index] = self._submit(prompt)
+        finished = self._finished
+        stream._request.on_finish.append(lambda _: finished.put_nowait(index))  # noqa: SLF001
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Completion]:
+        """Return the next finished answer."""
+        if not self._running:
+            raise StopAsyncIteration
+        try:
+            index = await self._finished.get()
+        except asyncio.CancelledError:
+            self._cancel_all()
+            raise
+        stream = self._running.pop(index)
+        self._submit_next()
+        try:
+            return index, await stream
+        except Exception as error:
+            error.add_note(f"prompt {index} of generate_many")
+            raise
+
+    def _cancel_all(self) -> list[TokenStream]:
+        streams = list(self._running.values())
+        self._running.clear()
+        for stream in streams:
+            stream.cancel()
+        return streams
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and wait until its blocks are free."""
+        for stream in self._cancel_all():
+            await stream.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -1,0 +1,359 @@
+"""Text ↔ ids: what a tokenizer must offer, and the two that ship.
+
+Comes in: a prompt's text or messages, later one token id at a time. Goes out: int32 ids,
+later the text that each id completes. `encode` is awaited by the task that admits a
+request and lets go of the GIL while Rust works; `StreamDecoder.step` runs in the task
+that publishes tokens, once per token, and never waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from aneuron.detokenize import ByteStream, HFStream, spell, tail
+from aneuron.errors import ConfigError, InvalidRequest
+from aneuron.prompt import validate_messages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import tokenizers
+
+__all__ = [
+    "ByteTokenizer",
+    "Check",
+    "HFTokenizer",
+    "Ids",
+    "Messages",
+    "StreamDecoder",
+    "Tokenizer",
+]
+
+Ids = Sequence[int] | npt.NDArray[np.integer]
+Messages = Sequence[Mapping[str, Any]]
+Check = Callable[[int], None]
+
+_MAX_RENDERED_CHARS = 16 * 2**20
+
+# What untrusted template code may raise in the sandbox, beside jinja2's own errors.
+_TEMPLATE_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class StreamDecoder(Protocol):
+    """Turns ids into text one by one; made by `Tokenizer.decode_stream`."""
+
+    def step(self, token_id: int) -> str | None:
+        """Return the text that this id completes, or None where it completes none."""
+
+    def flush(self) -> str:
+        """Return what incomplete characters are held back, as `decode` spells them."""
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer.
+
+    Attributes:
+        eos_token_ids: the ids that end an answer, as far as the tokenizer knows.
+        vocab_size: how many ids there are.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
+        """Return the ids of a plain prompt, with the special tokens it starts with.
+
+        `check` is called with their number before they are copied out, and may raise.
+        """
+
+    async def encode_rendered(
+        self, text: str, *, check: Check | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Return the ids of a rendered chat, which carries its special tokens as text."""
+
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> str:
+        """Return the prompt text for a conversation.
+
+        Raises:
+            InvalidRequest: the messages are malformed, or there is no template for them.
+        """
+
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of whole ids; broken characters become U+FFFD."""
+
+    def decode_stream(self, prompt_ids: Ids, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """Return a decoder of the ids that follow `prompt_ids`.
+
+        The joined text is `decode(prompt + new)` less what it has in common with
+        `decode(prompt)`: where the prompt ends inside a character that the new ids
+        complete, that character counts as new.
+        """
+
+
+class HFTokenizer:
+    """A `tokenizers.Tokenizer` with the model's chat template.
+
+    Args:
+        tokenizer: it is changed in that truncation and padding are switched off.
+        special_tokens: by name, such as `{"eos_token": "</s>"}`; a template sees them.
+        chat_template: jinja2 source; it is rendered in transformers' sandbox.
+        eos_token_ids: the ids that end an answer; by default that of `eos_token`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        # Both are often left over from training and would cut or pad prompts silently.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        self.vocab_size: int = tokenizer.get_vocab_size()
+        if eos_token_ids is None:
+            eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+            eos_token_ids = () if eos is None else (eos,)
+        self.eos_token_ids = eos_token_ids
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return the tokenizer of a model directory. Blocks: call it in a thread.
+
+        Raises:
+            ConfigError: `tokenizer.json` is missing, or a file cannot be read.
+        """
+        tokenizer = _read_tokenizer(path / "tokenizer.json")
+        config = _read_json(path / "special_tokens_map.json")
+        config |= _read_json(path / "tokenizer_config.json")
+        template = _read_template(path, config)
+        if template is not None:
+            # Its import costs a second: here, rather than at the first chat on the loop.
+            import transformers.utils.chat_template_utils  # noqa: F401
+        return cls(tokenizer, special_tokens=_named_tokens(config), chat_template=template)
+
+    async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
+        """Return the ids of a plain prompt; the post-processor's special tokens are added."""
+        return await self._encode(text, check, add_special_tokens=True)
+
+    async def encode_rendered(
+        self, text: str, *, check: Check | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Return the ids of a rendered chat; nothing is added."""
+        return await self._encode(text, check, add_special_tokens=False)
+
+    async def _encode(
+        self, text: str, check: Check | None, *, add_special_tokens: bool
+    ) -> npt.NDArray[np.int32]:
+        # Plain encode() keeps the GIL: it froze the loop 1.4 s even from a thread. If this
+        # await is cancelled, Rust works on to its end and the result is dropped.
+        [encoding] = await self.tokenizer.async_encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        if check is not None:
+            check(len(encoding))
+        # A list of Python integers holds the loop 0.1 s per million; the only way out.
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> str:
+        """Return the prompt text that the model's template makes of a conversation.
+
+        Raises:
+            InvalidRequest: malformed messages, no template, or the template refuses them.
+        """
+        validate_messages(messages)
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template: write the prompt yourself and use "
+                "generate(), or take an instruct model",
+                param="messages",
+            )
+        variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        variables |= self.special_tokens | template_kwargs
+        text = _render(self.chat_template, messages, variables)
+        if len(text) > _MAX_RENDERED_CHARS:
+            raise InvalidRequest(
+                f"the rendered chat has {len(text)} characters; "
+                f"at most {_MAX_RENDERED_CHARS} are allowed",
+                param="messages",
+            )
+        return text
+
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of whole ids."""
+        items = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        return self.tokenizer.decode(items, skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, prompt_ids: Ids, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """Return a decoder of the ids that follow the prompt."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return HFStream(self.tokenizer, prompt_ids, skipped)
+
+
+def _render(template: str, messages: Messages, variables: dict[str, Any]) -> str:
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        texts, _ = render_jinja_template([list(messages)], chat_template=template, **variables)
+    except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
+        raise InvalidRequest(
+            f"the chat template refused the messages: {error}", param="messages"
+        ) from error
+    return str(texts[0])
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is missing; a model without it needs to be saved again with "
+            "transformers' AutoTokenizer",
+            param="model",
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{path} is not a tokenizer: {error}", param="model") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the file's object; nothing where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object", param="model")
+    return content
+
+
+def _read_template(path: Path, config: dict[str, Any]) -> str | None:
+    """Return the chat template; a file of its own goes before the configuration."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}", param="model") from error
+    file = path / "chat_template.json"
+    own = _read_json(file)
+    if not own:
+        file, own = path / "tokenizer_config.json", config
+    template = own.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = _default_template(template)
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{file} holds a chat_template that is no string", param="model")
+    return template
+
+
+def _default_template(entries: list[Any]) -> Any:
+    for entry in entries:
+        if not isinstance(entry, dict):
+            return entry  # which the caller refuses
+        if entry.get("name") == "default":
+            return entry.get("template")
+    return None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return `bos_token`, `eos_token` and so on; each is a string or a dict of one."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+class ByteTokenizer:
+    """A tokenizer without a vocabulary: ids 0 to 255 are bytes, 256 starts, 257 ends.
+
+    Args:
+        add_bos: let plain prompts start with id 256.
+        vocab_size: of the model; ids from 258 on have texts such as `<258>`.
+    """
+
+    BOS = 256
+    EOS = 257
+    _SPECIAL = frozenset((BOS, EOS))
+
+    def __init__(self, *, add_bos: bool = False, vocab_size: int = 258) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids: tuple[int, ...] = (self.EOS,)
+        self._start = (self.BOS,) if add_bos else ()
+
+    async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
+        """Return the bytes of the text."""
+        return self._encode(text, check, self._start)
+
+    async def encode_rendered(
+        self, text: str, *, check: Check | None = None
+    ) -> npt.NDArray[np.int32]:
+        """Return the bytes of the text, without a start token."""
+        return self._encode(text, check, ())
+
+    def _encode(
+        self, text: str, check: Check | None, start: tuple[int, ...]
+    ) -> npt.NDArray[np.int32]:
+        spelled = np.frombuffer(text.encode(), dtype=np.uint8)
+        if check is not None:
+            check(len(start) + len(spelled))
+        return np.concatenate([np.array(start, dtype=np.int32), spelled], dtype=np.int32)
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,  # the protocol's; this template takes none
+    ) -> str:
+        r"""Return `role: content\n` for each message, and `assistant: ` at the end.
+
+        Raises:
+            InvalidRequest: malformed messages.
+        """
+        validate_messages(messages)
+        lines = [f"{message['role']}: {_plain(message.get('content'))}\n" for message in messages]
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the bytes; broken characters become U+FFFD."""
+        skipped = self._SPECIAL if skip_special_tokens else frozenset[int]()
+        return b"".join(map(spell, tail(ids, len(ids), skipped))).decode("utf-8", "replace")
+
+    def decode_stream(self, prompt_ids: Ids, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """Return a decoder of the ids that follow the prompt."""
+        return ByteStream(prompt_ids, self._SPECIAL if skip_special_tokens else frozenset())
+
+
+def _plain(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content or ""

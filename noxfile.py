@@ -1,0 +1,138 @@
+"""Sessions that set everything up by themselves: `nox -l` lists them.
+
+Each has a virtual environment of its own under .nox/, kept between runs; it is filled anew
+only when pyproject.toml or this file changed. What to install stands in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+TORCH = "torch==2.13.0"
+MODEL = "smollm2-135m"
+
+
+def set_up(
+    session: nox.Session, *groups: str, package: bool = True, constraints: tuple[str, ...] = ()
+) -> None:
+    """Install the package and dependency groups, once per state of the project files."""
+    wanted = [
+        requirement
+        for group in groups
+        for requirement in nox.project.dependency_groups(PROJECT, group)
+    ]
+    wanted += ["-e", "."] if package else []
+    limits = [TORCH, *constraints]
+    files = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "noxfile.py")]
+    state = hashlib.sha256(b"\0".join([*files, repr((wanted, limits)).encode()])).hexdigest()
+    stamp = Path(session.virtualenv.location) / "aneuron-set-up"
+    if stamp.exists() and stamp.read_text() == state:
+        session.debug("nothing to install: the project files are as at the last run")
+        return
+    limits_file = Path(session.create_tmp()) / "constraints.txt"
+    limits_file.write_text("\n".join(limits) + "\n")
+    session.install("--constraint", str(limits_file), *wanted)
+    stamp.write_text(state)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Let a real model answer through the asynchronous engine (first run: 98 MB download)."""
+    set_up(session)
+    question = "What is the capital of France?"
+    session.run("aneuron", "run", MODEL, question, "--stats", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments after `--` go to pytest."""
+    set_up(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the tests and report the lines and branches that none of them reached."""
+    set_up(session, "test")
+    session.run("coverage", "run", "-m", "pytest", "--timeout=120", *session.posargs)
+    session.run("coverage", "report")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format and the direction of imports."""
+    set_up(session, "lint", package=False)
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports", "--no-logo")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the package and of the tests."""
+    set_up(session, "types")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a warning is an error."""
+    set_up(session, "docs", package=False)
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "docs", "docs/_build/html")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the demo model with and without async scheduling, in turns."""
+    set_up(session)
+    story = "Tell me a long story about a lighthouse keeper."
+    options = ("--max-tokens", "128", "--temperature", "0", "--stats", *session.posargs)
+    for _ in range(3):
+        for scheduling in ((), ("--no-async-scheduling",)):
+            session.run("aneuron", "run", MODEL, story, *options, *scheduling)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel, and import the package from the wheel alone."""
+    session.install("build")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    session.install("--no-deps", "--force-reinstall", str(wheel))
+    session.chdir(session.create_tmp())  # so that the checkout is not what gets imported
+    session.run("python", "-c", CHECK_WHEEL)
+
+
+CHECK_WHEEL = """\
+import importlib.metadata, pathlib, aneuron
+folder = pathlib.Path(aneuron.__file__).parent
+assert "site-packages" in folder.parts, folder
+assert (folder / "py.typed").exists(), "py.typed is missing"
+print("aneuron", importlib.metadata.version("aneuron"), "imports from the wheel")
+"""
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Run the tests that need no model with the lowest versions that pyproject.toml allows."""
+    lowest = []
+    for line in PROJECT["project"]["dependencies"]:
+        requirement = Requirement(line)
+        (bound,) = requirement.specifier
+        if requirement.name != "torch":  # torch stays at the version the sessions share
+            lowest.append(f"{requirement.name}=={bound.version}")
+    set_up(session, "test", constraints=tuple(lowest))
+    session.run("pytest", "-m", "not (tiny or device or soak)", *session.posargs)

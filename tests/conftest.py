@@ -1,0 +1,77 @@
+"""What all tests share: the event loops they run on, blocking-call checks, hypothesis."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from blockbuster import BlockBuster
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Before torch is first imported: a machine that runs tests has other work to do, too.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+# The core also runs in asyncio's debug mode (wrong-thread calls, slow callbacks, lost
+# exceptions); an `asyncio-debug` variant of a test stays only in these files.
+DEBUG_MODE_FILES = {
+    "test_adversity.py",
+    "test_cancellation.py",
+    "test_carry.py",
+    "test_core.py",
+    "test_engine.py",
+    "test_flow.py",
+    "test_futures.py",
+    "test_runner.py",
+    "test_stream.py",
+}
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "asyncio": {"use_uvloop": False},
+    "uvloop": {"use_uvloop": True},
+    "asyncio-debug": {"use_uvloop": False, "debug": True},
+}
+
+settings.register_profile(
+    "dev",
+    deadline=None,
+    print_blob=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],  # two cores, shared
+)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("asyncio", options), id=name) for name, options in LOOPS.items()],
+)
+def anyio_backend(request: pytest.FixtureRequest) -> object:
+    """Run each async test on every loop; a test file that needs one loop overrides this."""
+    return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the debug-mode variants to the core's tests."""
+    items[:] = [
+        item
+        for item in items
+        if item.path.name in DEBUG_MODE_FILES or "[asyncio-debug" not in item.name
+    ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blocking_calls_raise() -> Iterator[BlockBuster]:
+    """Make a blocking call of aneuron's code on a running loop raise `BlockingError`."""
+    detector = BlockBuster("aneuron")
+    # A command may write its answer to the terminal from the loop, as print() does.
+    del detector.functions["io.TextIOWrapper.write"]
+    for function in detector.functions.values():
+        function.can_block_in("importlib._bootstrap>", "_find_and_load")  # a first import
+    detector.activate()
+    yield detector
+    detector.deactivate()

@@ -1,0 +1,215 @@
+"""The handoff protocol, step by step: what is fed, what breaks, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aneuron.carry import (
+    BreakReason,
+    Feed,
+    HandoffCarry,
+    HostCarry,
+    HostIds,
+    Mismatch,
+    Remap,
+    make_carry,
+)
+from aneuron.testing import Count, SimDevice, count_engine, no_leaks, sim_engine
+
+if TYPE_CHECKING:
+    from aneuron import Engine, EngineStats
+
+
+def after(last: int, count: int) -> list[int]:
+    """What COUNT says after a prompt that ends in `last`."""
+    return list(range(last + 1, last + count + 1))
+
+
+def launch(ids: list[int], *, rows: int, is_decode: bool = True) -> Any:
+    inputs = SimpleNamespace(is_decode=is_decode, num_rows=rows, input_ids=np.zeros(rows, np.int32))
+    return SimpleNamespace(request_ids=np.array(ids), inputs=inputs)
+
+
+def pending(ids: list[int], *, rows: int, dtype: str = "int32") -> Any:
+    future = SimpleNamespace(shape=(rows,), dtype=dtype)
+    return SimpleNamespace(request_ids=np.array(ids), sampled_token_ids=future)
+
+
+def plan(ids: list[int]) -> Any:
+    return SimpleNamespace(request_ids=np.array(ids))
+
+
+class TestDecisions:
+    """`HandoffCarry` as a pure function."""
+
+    def test_the_first_step_takes_host_ids(self) -> None:
+        assert HandoffCarry().decide(launch([1], rows=1), None) == HostIds()
+        assert not HandoffCarry().composition_changed(plan([1]), None)
+
+    def test_a_prefill_takes_host_ids(self) -> None:
+        step = launch([1], rows=1, is_decode=False)
+        assert HandoffCarry().decide(step, pending([1], rows=1)) == HostIds()
+
+    def test_the_same_rows_are_fed(self) -> None:
+        step = pending([3, 1], rows=2)
+        decision = HandoffCarry().decide(launch([3, 1], rows=2), step)
+        assert decision == Feed(step.sampled_token_ids)
+
+    @pytest.mark.parametrize("ids", [[1, 2], [1, 2, 3, 4], [1, 2, 9], []])
+    def test_another_set_is_a_changed_composition(self, ids: list[int]) -> None:
+        assert HandoffCarry().composition_changed(plan(ids), pending([1, 2, 3], rows=4))
+
+    def test_another_order_of_the_same_set_is_not(self) -> None:
+        assert not HandoffCarry().composition_changed(plan([3, 1, 2]), pending([1, 2, 3], rows=4))
+
+    def test_another_order_is_remapped_and_padding_stays(self) -> None:
+        decision = HandoffCarry().decide(launch([7, 5, 6], rows=4), pending([5, 6, 7], rows=4))
+        assert isinstance(decision, Remap)
+        assert decision.order.tolist() == [2, 0, 1, 3]
+
+    def test_shape_and_dtype_are_compared(self) -> None:
+        carry = HandoffCarry()
+        assert carry.decide(launch([1, 2, 3], rows=4), pending([1, 2, 3], rows=3)) == Mismatch(
+            BreakReason.SHAPE_MISMATCH
+        )
+        assert carry.decide(launch([1], rows=1), pending([1], rows=1, dtype="int64")) == Mismatch(
+            BreakReason.DTYPE_MISMATCH
+        )
+
+    def test_the_host_carry_never_breaks(self) -> None:
+        carry = make_carry("host")
+        assert isinstance(carry, HostCarry)
+        assert not carry.composition_changed(plan([1]), pending([2], rows=1))
+        assert carry.decide(launch([1], rows=1), pending([1], rows=1)) == HostIds()
+
+
+def counts(stats: EngineStats) -> dict[str, int]:
+    return {reason: stats.breaks[reason].count for reason in stats.breaks}
+
+
+async def prefilled_together(engine: Engine, lasts: list[int], max_tokens: int) -> list[list[int]]:
+    streams = [engine.generate(prompt_token_ids=[last], max_tokens=max_tokens) for last in lasts]
+    answers = await asyncio.gather(*streams)
+    await engine.wait_idle()
+    return [answer.token_ids for answer in answers]
+
+
+async def test_case_83_a_length_stop_breaks_when_its_request_leaves_the_plan() -> None:
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        first = engine.generate(prompt_token_ids=[100], max_tokens=5)
+        second = engine.generate(prompt_token_ids=[200], max_tokens=9)
+        assert (await first).token_ids == after(100, 5)
+        assert (await second).token_ids == after(200, 9)
+        await engine.wait_idle()
+        stats = engine.stats()
+        # A prefill of two and four decodes of two ([2] fits the bucket of 2 at once); then
+        # A is left out one step before it is reported: a break; its removal moves B into
+        # row 0 of a decode of one, which changes no order.
+        assert stats.steps == 9
+        assert counts(stats) == {"composition_changed": 1}
+        assert stats.async_steps == 7
+        assert stats.sync_fallback_steps == 2
+        assert isinstance(engine.device, SimDevice)
+        assert engine.device.num_rows == 5 + 9
+
+
+async def test_case_84_the_middle_of_three_ends_then_condense_reorders() -> None:
+    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
+        streams = [
+            engine.generate(prompt_token_ids=[1000 * n], max_tokens=length)
+            for n, length in ((1, 10), (2, 5), (3, 10))
+        ]
+        for number, stream in enumerate(streams, 1):
+            assert (await stream).token_ids == after(1000 * number, 5 if number == 2 else 10)
+        await engine.wait_idle()
+        stats = engine.stats()
+        # Prefill [3] against a decode bucket of 4: a shape mismatch. The middle one leaves
+        # the plan: a composition break, and 4 → 2 rows. Nothing is out of order: rows 0, 2,
+        # then `condense` puts row 2 into the gap between 0 and the end.
+        assert counts(stats) == {"shape_mismatch": 1, "composition_changed": 1}
+
+
+async def test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device() -> None:
+    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
+        # The first row ends by length: it leaves the plan (composition break: rows 1, 2, 3
+        # are launched), and one step later the batch, where `condense` moves row 3 to the
+        # front: the same set in another order, three rows in a bucket of four.
+        streams = [
+            engine.generate(prompt_token_ids=[1000 * n], max_tokens=length)
+            for n, length in ((1, 5), (2, 12), (3, 12), (4, 12))
+        ]
+        for number, stream in enumerate(streams, 1):
+            assert (await stream).token_ids == after(1000 * number, 5 if number == 1 else 12)
+        await engine.wait_idle()
+        stats = engine.stats()
+        assert counts(stats) == {"composition_changed": 1, "reordered": 1}
+        assert stats.steps == 12
+        assert stats.sync_fallback_steps == 3  # the prefill, the break, the remap
+        assert stats.async_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("num", "expected"), [(1, {}), (2, {}), (3, {"shape_mismatch": 1}), (8, {})]
+)
+async def test_case_85_first_decode_after_a_prefill(num: int, expected: dict[str, int]) -> None:
+    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
+        lasts = [1000 * n for n in range(1, num + 1)]
+        assert await prefilled_together(engine, lasts, 10) == [after(last, 10) for last in lasts]
+        stats = engine.stats()
+        assert stats.steps == 10
+        assert counts(stats) == expected
+        assert stats.async_steps == 9 - len(expected)
+        assert stats.decode_async_share == pytest.approx((9 - len(expected)) / 9)
+
+
+async def test_case_86_int64_ids_break_every_step_and_are_never_cast_silently() -> None:
+    model = Count(sampled_dtype="int64")
+    async with sim_engine(model, latency=0.0005) as engine, no_leaks(engine):
+        assert await prefilled_together(engine, [1000, 2000], 8) == [after(1000, 8), after(2000, 8)]
+        stats = engine.stats()
+        assert stats.async_steps == 0
+        assert stats.sync_fallback_steps == 8
+        assert counts(stats) == {"dtype_mismatch": 7}
+
+
+async def test_a_joining_request_breaks_and_the_flow_resumes() -> None:
+    async with count_engine(latency=0.002) as engine, no_leaks(engine):
+        first = engine.generate(prompt_token_ids=[100], max_tokens=30)
+        for _ in range(5):
+            await anext(first)
+        second = engine.generate(prompt_token_ids=[900], max_tokens=10)
+        assert (await second).token_ids == after(900, 10)
+        assert (await first).token_ids == after(100, 30)
+        await engine.wait_idle()
+        stats = engine.stats()
+        # Its prefill, the first decode of both, and its leaving; beside the first prefill.
+        assert counts(stats) == {"composition_changed": 3}
+        assert stats.breaks["composition_changed"].seconds > 0
+        assert stats.async_steps + stats.sync_fallback_steps == stats.steps
+        assert stats.async_steps == stats.steps - 4
+
+
+async def test_an_idle_spell_is_no_break() -> None:
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        for start in (100, 200):
+            await engine.generate(prompt_token_ids=[start], max_tokens=4)
+            await engine.wait_idle()
+        stats = engine.stats()
+        assert counts(stats) == {}
+        assert (stats.async_steps, stats.sync_fallback_steps) == (6, 2)
+
+
+async def test_the_synchronous_baseline_counts_neither() -> None:
+    async with count_engine(async_scheduling=False) as engine, no_leaks(engine):
+        await prefilled_together(engine, [1, 2, 3], 5)
+        stats = engine.stats()
+        assert stats.steps == 5
+        assert (stats.async_steps, stats.sync_fallback_steps, stats.breaks) == (0, 0, {})

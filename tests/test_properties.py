@@ -1,0 +1,302 @@
+"""Random interleavings: whatever comes, every output is as alone, and nothing is left.
+
+On COUNT and SUM one stale, doubled, lost or swapped token shows; SUM also reads the whole
+context back through the block tables. The reference is arithmetic, not an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from aneuron import FinishReason
+from aneuron.engine import Engine
+from aneuron.testing import Count, SimDevice, SimModel, Sum, assert_idle, wait_all_idle
+
+if TYPE_CHECKING:
+    from aneuron import TokenStream
+
+VOCAB = 50_000
+MAX_LEN = 64
+
+
+def reference(kind: str, prompt: list[int], count: int) -> list[int]:
+    """What the model says after a prompt, alone."""
+    ids = list(prompt)
+    for _ in range(count):
+        if kind == "count":
+            ids.append((ids[-1] + 1) % VOCAB)
+        else:
+            ids.append(sum((at + 1) * token for at, token in enumerate(ids)) % VOCAB)
+    return ids[len(prompt) :]
+
+
+def model_of(kind: str) -> SimModel:
+    return (Count if kind == "count" else Sum)(vocab_size=VOCAB, max_model_len=MAX_LEN)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a scenario."""
+
+    gap: int  # loop turns before it is submitted
+    prompt: list[int]
+    max_tokens: int
+    stops_at: int | None  # the id that its n-th token will be is a stop id
+    leaves_at: int | None  # it is given up after n tokens …
+    how: str  # … like this
+
+    def expected(self, kind: str) -> list[int]:
+        ids = reference(kind, self.prompt, min(self.max_tokens, MAX_LEN - len(self.prompt)))
+        stop_ids = self.stop_ids(kind)
+        for at, token in enumerate(ids):
+            if token in stop_ids:
+                return ids[: at + 1]
+        return ids
+
+    def stop_ids(self, kind: str) -> list[int]:
+        if self.stops_at is None:
+            return []
+        return [reference(kind, self.prompt, self.stops_at)[-1]]
+
+
+jobs = st.builds(
+    Job,
+    gap=st.integers(0, 6),
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+    max_tokens=st.integers(1, 24),
+    stops_at=st.none() | st.integers(1, 12),
+    leaves_at=st.none() | st.integers(0, 10),
+    how=st.sampled_from(["cancel", "drop", "abort", "stop", "task"]),
+)
+
+engine_options = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 5),
+        "block_size": st.sampled_from([1, 3, 4, 16]),
+        "num_kv_blocks": st.just(0),  # replaced: enough for one to three long requests
+        "max_num_batched_tokens": st.sampled_from([4, 16, 256]),
+        "num_seqs_buckets": st.sampled_from([None, [], [1, 2, 4, 8], [8]]),
+    }
+)
+
+latencies = st.sampled_from([(0.0,), (0.0003,), (0.0, 0.0, 0.0004), (0.0002, 0.0008)])
+
+
+def engine_of(
+    kind: str, options: dict[str, Any], pool: float, latency: tuple[float, ...], seed: int
+) -> Engine:
+    rng = random.Random(seed)
+    needed = -(-MAX_LEN // options["block_size"])
+    device = SimDevice(latency=lambda _: rng.choice(latency))
+    options = {**options, "num_kv_blocks": int(needed * pool)}
+    options["max_num_seqs"] = max(options["max_num_seqs"], 1)
+    return Engine(model_of(kind), device=device, **options)
+
+
+async def consume(engine: Engine, job: Job, kind: str, name: str) -> None:
+    for _ in range(job.gap):
+        await asyncio.sleep(0)
+    stream = engine.generate(
+        prompt_token_ids=job.prompt,
+        max_tokens=job.max_tokens,
+        stop_token_ids=job.stop_ids(kind),
+        request_id=name,
+    )
+    expected = job.expected(kind)
+    got: list[int] = []
+    if job.leaves_at == 0 and job.how == "drop":
+        return
+    async for token in stream:
+        if token.token_id is None:
+            break
+        got.append(token.token_id)
+        assert got == expected[: len(got)]
+        if len(got) == job.leaves_at:
+            if job.how == "drop":
+                return
+            leave(engine, stream, job.how, name)
+    if job.leaves_at is None or len(got) < job.leaves_at:
+        assert got == expected
+    completion = await stream
+    assert completion.token_ids[: len(got)] == got
+    if completion.finish_reason is not FinishReason.ABORT and job.leaves_at is None:
+        assert completion.token_ids == expected
+
+
+def leave(engine: Engine, stream: TokenStream, how: str, name: str) -> None:
+    if how == "cancel":
+        stream.cancel()
+    elif how == "stop":
+        stream.stop()
+    elif how == "abort":
+        engine.abort(name)
+    else:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("carry", ["host", "handoff"])
+@pytest.mark.parametrize("kind", ["count", "sum"])
+@given(
+    scenario=st.lists(jobs, min_size=1, max_size=8),
+    options=engine_options,
+    pool=st.sampled_from([1.0, 1.5, 3.0, 20.0]),
+    latency=latencies,
+    seed=st.integers(0, 1000),
+)
+async def test_every_output_is_as_alone_and_nothing_is_left(
+    carry: str,
+    kind: str,
+    scenario: list[Job],
+    options: dict[str, Any],
+    pool: float,
+    latency: tuple[float, ...],
+    seed: int,
+) -> None:
+    scheduling = {"token_carry": carry, "async_scheduling": carry != "host"}
+    async with engine_of(kind, {**options, **scheduling}, pool, latency, seed) as engine:
+        tasks = [
+            asyncio.create_task(consume(engine, job, kind, f"job-{number}"))
+            for number, job in enumerate(scenario)
+        ]
+        async with asyncio.timeout(15):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if result is not None and not isinstance(result, asyncio.CancelledError):
+                raise result
+        await wait_all_idle(engine)
+        assert_idle(engine)
+        stats = engine.stats()
+        if carry == "handoff":
+            assert stats.async_steps + stats.sync_fallback_steps == stats.steps
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submit, read, give up, wait: in any order, against a live engine."""
+
+    carry = "handoff"
+    kind = "sum"
+
+    def __init__(self) -> None:
+        """Make the loop that the rules drive."""
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.engine: Engine | None = None
+        self.open: dict[int, tuple[TokenStream, list[int], list[int]]] = {}
+        self.number = 0
+
+    @initialize(
+        options=engine_options, pool=st.sampled_from([1.0, 2.0, 20.0]), latency=latencies,
+        seed=st.integers(0, 1000),
+    )  # fmt: skip
+    def open_engine(
+        self, options: dict[str, Any], pool: float, latency: tuple[float, ...], seed: int
+    ) -> None:
+        scheduling = {"token_carry": self.carry, "async_scheduling": self.carry != "host"}
+        self.engine = engine_of(self.kind, {**options, **scheduling}, pool, latency, seed)
+        self.loop.run_until_complete(self.engine.open())
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 20),
+    )
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
+        async def run() -> None:
+            assert self.engine is not None
+            stream = self.engine.generate(prompt_token_ids=prompt, max_tokens=max_tokens)
+            self.open[self.number] = (stream, reference(self.kind, prompt, max_tokens), [])
+
+        self.loop.run_until_complete(run())
+        self.number += 1
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 100), count=st.integers(1, 5))
+    def read(self, which: int, count: int) -> None:
+        async def run() -> None:
+            key = list(self.open)[which % len(self.open)]
+            stream, expected, got = self.open[key]
+            for _ in range(count):
+                token = await anext(stream, None)
+                if token is None:
+                    assert got == expected
+                    del self.open[key]
+                    return
+                assert token.token_id is not None
+                got.append(token.token_id)
+                assert got == expected[: len(got)]
+
+        self.loop.run_until_complete(asyncio.wait_for(run(), 10))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 100), how=st.sampled_from(["cancel", "drop", "aclose"]))
+    def give_up(self, which: int, how: str) -> None:
+        async def run() -> None:
+            key = list(self.open)[which % len(self.open)]
+            stream, *_ = self.open.pop(key)
+            if how == "cancel":
+                stream.cancel()
+            elif how == "aclose":
+                await stream.aclose()
+
+        self.loop.run_until_complete(asyncio.wait_for(run(), 10))
+
+    @rule(turns=st.integers(1, 20))
+    def let_it_run(self, turns: int) -> None:
+        async def run() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(run())
+
+    @rule()
+    def abandon_all_and_come_to_rest(self) -> None:
+        async def run() -> None:
+            assert self.engine is not None
+            for stream, *_ in self.open.values():
+                stream.cancel()
+            self.open.clear()
+            await wait_all_idle(self.engine)
+            assert_idle(self.engine)
+
+        self.loop.run_until_complete(run())
+
+    def teardown(self) -> None:
+        """Read what is open to its end, then close."""
+
+        async def run() -> None:
+            if self.engine is None:
+                return
+            for stream, expected, _ in self.open.values():
+                assert (await stream).token_ids == expected
+            await wait_all_idle(self.engine)
+            assert_idle(self.engine)
+            await self.engine.aclose()
+
+        try:
+            self.loop.run_until_complete(asyncio.wait_for(run(), 20))
+        finally:
+            self.loop.close()
+
+
+class HandoffMachine(EngineMachine):
+    """The published protocol."""
+
+
+class HostMachine(EngineMachine):
+    """The synchronous baseline."""
+
+    carry = "host"
+
+
+TestHandoffMachine = pytest.mark.timeout(300)(HandoffMachine.TestCase)
+TestHostMachine = pytest.mark.timeout(300)(HostMachine.TestCase)
