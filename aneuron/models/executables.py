@@ -1,0 +1,253 @@
+"""A loaded model and its executables: what a torch device launches.
+
+Comes in: a model directory, later each launch's `ModelInput`. Goes out: the sampled ids of
+a step, on the device. Loading blocks and runs in a thread; executables run on the device's
+launch thread, one at a time, since they share the KV cache.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aneuron.errors import ConfigError, OutOfMemory
+from aneuron.models.architecture import ModelConfig
+from aneuron.models.sampler import greedy, sample
+from aneuron.models.weights import kv_bytes_per_token, load_decoder
+from aneuron.outputs import ModelInput, ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from aneuron.models.decoder import Decoder
+
+__all__ = ["TorchExecutable", "TorchModel"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Likeliest tokens that a launch's top-k and top-p look at; beyond, the whole vocabulary.
+_SAMPLE_WINDOWS = (0, 64, 1024)
+
+
+class TorchModel:
+    """A decoder with its KV cache, and one executable per bucket.
+
+    Attributes:
+        spec: what the engine needs to know.
+        config: the decoder's configuration.
+        decoder: the module.
+        k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim],
+            empty before `allocate_kv`.
+    """
+
+    def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
+        self.spec = spec
+        self.config = decoder.config
+        self.decoder = decoder
+        self.k_caches: list[torch.Tensor] = []
+        self.v_caches: list[torch.Tensor] = []
+        self._executables: dict[tuple[Any, ...], TorchExecutable] = {}
+
+    @classmethod
+    def load(cls, path: Path, *, dtype: str = "auto", name: str | None = None) -> TorchModel:
+        """Load a model directory: config.json, generation_config.json, safetensors.
+
+        Args:
+            path: the directory, in Hugging Face layout.
+            dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the processor multiplies
+                it natively (AVX512-BF16, AMX), else float32. Norms, the rope's angles and
+                sampling are float32 always.
+            name: the model's name in the spec; the directory's if None.
+
+        Raises:
+            ConfigError: a file is missing or corrupt, or the model is not supported.
+        """
+        torch_dtype = _torch_dtype(dtype)
+        path = Path(path)
+        raw = _read_json(path / "config.json")
+        config = ModelConfig.from_dict(raw)
+        generation = path / "generation_config.json"
+        sources = [_read_json(generation), raw] if generation.exists() else [raw]
+        spec = ModelSpec(
+            name=name or path.name,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            eos_token_ids=_eos_token_ids(sources, config.vocab_size),
+            kv_bytes_per_token=kv_bytes_per_token(config, torch_dtype),
+        )
+        return cls(spec, load_decoder(path, config, torch_dtype))
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Allocate the paged cache: `num_blocks` for requests and block 0, the null block.
+
+        An earlier cache is dropped with all it holds.
+
+        Raises:
+            ConfigError: a number is not positive.
+            OutOfMemory: the device has not that much memory.
+        """
+        for key, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise ConfigError(f"{key} must be at least 1, not {value}", param=key)
+        self.discard()
+        config = self.config
+        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        self.k_caches = [self._zeros(shape) for _ in range(config.num_layers)]
+        self.v_caches = [self._zeros(shape) for _ in range(config.num_layers)]
+
+    def executable(self, inputs: ModelInput) -> TorchExecutable:
+        """Return the executable for the bucket of `inputs`, the same one each time."""
+        num_rows, num_blocks = inputs.block_table.shape
+        window = _sample_window(inputs, self.spec.vocab_size)
+        num_tokens, max_query_len = len(inputs.positions), inputs.max_query_len
+        bucket = (inputs.is_decode, num_tokens, num_rows, max_query_len, num_blocks, window)
+        found = self._executables.get(bucket)
+        if found is None:
+            found = TorchExecutable(self, _name(inputs, window), window)
+            self._executables[bucket] = found
+        return found
+
+    def discard(self) -> None:
+        """Drop the KV cache and the executables."""
+        self.k_caches, self.v_caches = [], []
+        self._executables.clear()
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = self.decoder.embed.weight
+        try:
+            return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        except RuntimeError as error:
+            self.discard()
+            message = f"no memory for a KV cache of {shape[0]} blocks"
+            raise OutOfMemory(message, device=str(weight.device)) from error
+
+
+class TorchExecutable:
+    """One bucket's program: decoder and sampling, eagerly.
+
+    Attributes:
+        name: kind and sizes, such as `decode[r8,b16]`; with `,sample` if rows may sample.
+        sampled_dtype: of the result.
+    """
+
+    sampled_dtype = "int32"
+
+    def __init__(self, model: TorchModel, name: str, window: int | None) -> None:
+        self.name = name
+        self._model = model
+        self._window = window
+
+    def __call__(self, inputs: ModelInput, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Run one step and return the sampled ids, int32 [inputs.num_sampled].
+
+        The columns of `inputs` are read in place, so they must not change meanwhile.
+
+        Args:
+            inputs: of this executable's bucket.
+            input_ids: int32 [T], a device value that takes the place of `inputs.input_ids`.
+        """
+        with torch.inference_mode():
+            logits = self._forward(inputs, input_ids)
+            sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
+            return sampled[: inputs.num_sampled]
+
+    def _forward(self, inputs: ModelInput, input_ids: torch.Tensor | None) -> torch.Tensor:
+        model = self._model
+        logits: torch.Tensor = model.decoder(
+            _tensor(inputs.input_ids) if input_ids is None else input_ids,
+            _tensor(inputs.positions),
+            _tensor(inputs.slot_mapping),
+            _tensor(inputs.query_start),
+            _tensor(inputs.block_table),
+            _tensor(inputs.context_lens),
+            _tensor(inputs.logits_indices),
+            model.k_caches,
+            model.v_caches,
+            max_query_len=inputs.max_query_len,
+        )
+        return logits
+
+    def _sample(self, inputs: ModelInput, logits: torch.Tensor) -> torch.Tensor:
+        return sample(
+            logits,
+            _tensor(inputs.temperature),
+            _tensor(inputs.top_k),
+            _tensor(inputs.top_p),
+            _tensor(inputs.min_p),
+            _tensor(inputs.seed),
+            # The last token's position: the same however its prompt was cut or resumed.
+            _tensor(inputs.context_lens) - 1,
+            window=self._window,
+        )
+
+    def __repr__(self) -> str:
+        return f"<TorchExecutable {self.name}>"
+
+
+def _tensor(column: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(column)
+
+
+def _name(inputs: ModelInput, window: int | None) -> str:
+    num_rows, num_blocks = inputs.block_table.shape
+    sizes = f"r{num_rows},b{num_blocks}"
+    if not inputs.is_decode:
+        sizes = f"t{len(inputs.positions)},s{inputs.max_query_len},{sizes}"
+    if not inputs.all_greedy:
+        sizes += ",sample" if window == 0 else f",sample{window or ''}+"
+    return f"{'decode' if inputs.is_decode else 'prefill'}[{sizes}]"
+
+
+def _sample_window(inputs: ModelInput, vocab_size: int) -> int | None:
+    """Return how many of the likeliest tokens any row's top-k and top-p look at.
+
+    Chosen on the host from the launch's columns; it costs or saves time and changes no
+    row's result. None is the whole vocabulary, -1 a launch without sampling.
+    """
+    if inputs.all_greedy:
+        return -1
+    limited = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
+    filtered = (limited | (inputs.top_p < 1)) & (inputs.temperature > 0)
+    if (filtered & ~limited).any():
+        return None
+    needed = int((inputs.top_k * filtered).max(initial=0))
+    return next((size for size in _SAMPLE_WINDOWS if size >= needed), None)
+
+
+def _torch_dtype(dtype: str) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if _has_bfloat16() else torch.float32
+    if dtype not in _DTYPES:
+        message = f"dtype must be auto, {' or '.join(_DTYPES)}, not {dtype!r}"
+        raise ConfigError(message, param="dtype")
+    return _DTYPES[dtype]
+
+
+def _has_bfloat16() -> bool:
+    # Private, and the only probe that torch has; absent ones mean "no".
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", param=file.name) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold an object", param=file.name)
+    return value
+
+
+def _eos_token_ids(sources: list[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """Return the end ids of the first source that has some, as `transformers` does."""
+    found = (source.get("eos_token_id") for source in sources)
+    value: Any = next((ids for ids in found if ids is not None), [])
+    ids = value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            message = f"eos_token_id must be ids, not {value!r}"
+            raise ConfigError(message, param="eos_token_id")
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
