@@ -1,0 +1,198 @@
+"""Greedy output equals `transformers` `generate`, token for token, through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from aneuron import Engine
+from aneuron.models.catalog import resolve
+from aneuron.testing import ByteTokenizer, no_leaks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.tiny
+
+NEAR = 1e-4  # logits closer than this: either id is right
+VOCAB = 300
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop is enough here: the engine's own tests run on all of them."""
+    return "asyncio", {"use_uvloop": True}
+
+
+def reference(model: Any, prompt: list[int], count: int) -> list[int]:
+    tensor = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ids: list[int] = out[0, len(prompt) :].tolist()
+    return ids
+
+
+def near_ties(model: Any, prompt: list[int], ids: list[int], expected: list[int]) -> int:
+    """Return how often `ids` took the other of two equal logits; fail where it is wrong."""
+    if ids == expected:
+        return 0
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    best = logits.max(dim=-1)
+    chosen = logits[torch.arange(len(ids)), torch.tensor(ids)]
+    gaps = best.values - chosen
+    assert len(ids) == len(expected)
+    assert gaps.max() < NEAR, f"wrong id at {int(gaps.argmax())}: {gaps.max():.2e} below the best"
+    return int((best.indices != torch.tensor(ids)).sum())
+
+
+async def run_together(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+    options: dict[str, Any] = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+    answers = await asyncio.gather(
+        *(engine.generate(prompt_token_ids=prompt, **options) for prompt in prompts)
+    )
+    return [answer.token_ids for answer in answers]
+
+
+async def run_one_by_one(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+    return [(await run_together(engine, [prompt], count))[0] for prompt in prompts]
+
+
+def sixteen_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(16)
+    lengths = [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 100, 127, 200, 257, 300]
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.timeout(900)
+async def test_smollm2_equals_transformers(record_property: Any) -> None:
+    path = await asyncio.to_thread(lambda: resolve("smollm2-135m").path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = sixteen_prompts(model.config.vocab_size)
+    expected = [reference(model, prompt, 48) for prompt in prompts]
+    ties = 0
+    for async_scheduling in (True, False):
+        async with (
+            Engine(
+                "smollm2-135m",
+                dtype="float32",
+                async_scheduling=async_scheduling,
+                max_num_seqs=16,
+                max_model_len=512,
+            ) as engine,
+            no_leaks(engine),
+        ):
+            for run in (run_together, run_one_by_one):
+                outputs = await run(engine, prompts, 48)
+                for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
+                    ties += near_ties(model, prompt, ids, wanted)
+    record_property("near_ties", ties)
+    print(f"near ties within {NEAR}: {ties} of {4 * 16 * 48} tokens")
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 40},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 24},
+}
+
+
+def tiny_model(family: str, into: Path) -> Any:
+    torch.manual_seed(11)
+    config = getattr(transformers, f"{family}Config")(**TINY, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.save_pretrained(into)
+    return model
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", list(FAMILIES))
+async def test_tiny_models_equal_transformers(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, tmp_path)
+    prompts = sixteen_prompts(VOCAB)
+    expected = [reference(model, prompt, 48) for prompt in prompts]
+    for async_scheduling in (True, False):
+        async with (
+            Engine(
+                str(tmp_path),
+                dtype="float32",
+                async_scheduling=async_scheduling,
+                tokenizer=ByteTokenizer(),
+                max_num_batched_tokens=128,
+            ) as engine,
+            no_leaks(engine),
+        ):
+            for run in (run_together, run_one_by_one):
+                outputs = await run(engine, prompts, 48)
+                for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
+                    near_ties(model, prompt, ids, wanted)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+async def test_case_81_buckets_change_no_output(async_scheduling: bool, tmp_path: Path) -> None:
+    tiny_model("Llama", tmp_path)
+    rng = random.Random(81)
+    lengths = [size + delta for size in (16, 32, 64) for delta in (-1, 0, 1)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "tokenizer": ByteTokenizer(),
+        "async_scheduling": async_scheduling,
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+    }
+    exact: dict[str, Any] = dict.fromkeys(
+        ("num_seqs_buckets", "num_tokens_buckets", "num_blocks_buckets"), ()
+    )
+    async with Engine(str(tmp_path), **options, **exact) as engine:
+        alone = await run_one_by_one(engine, prompts, 12)
+    buckets: dict[str, Any] = {
+        "num_seqs_buckets": (1, 2, 4, 8),
+        "num_tokens_buckets": (16, 32, 64),
+    }
+    async with Engine(str(tmp_path), **options, **buckets) as engine, no_leaks(engine):
+        for size in range(1, 9):
+            for first in range(len(prompts)):
+                chosen = [(first + at) % len(prompts) for at in range(size)]
+                outputs = await run_together(engine, [prompts[at] for at in chosen], 12)
+                assert outputs == [alone[at] for at in chosen]
+
+
+async def test_a_seeded_request_repeats_alone_and_in_any_batch(tmp_path: Path) -> None:
+    tiny_model("Llama", tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "tokenizer": ByteTokenizer()}
+    asked: dict[str, Any] = {"prompt_token_ids": [5, 6, 7], "seed": 42, "temperature": 0.8}
+    async with Engine(str(tmp_path), **options) as engine:
+        alone = (await engine.generate(**asked, max_tokens=16)).token_ids
+        for beside in ({"temperature": 1.0}, {"temperature": 0.5, "seed": 7}, {"top_p": 0.5}):
+            other = engine.generate(prompt_token_ids=[9, 9], max_tokens=30, **beside)
+            assert (await engine.generate(**asked, max_tokens=16)).token_ids == alone
+            await other
+        assert len(set(alone)) > 4, "temperature 0.8 on a random model is not greedy"
