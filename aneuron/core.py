@@ -73,10 +73,11 @@ class EngineCore:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_preparing = 0
+        self._deadline_s: float | None = None
 
     @classmethod
     def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
-        """Start the device and put the parts together."""
+        """Put the parts together; nothing is started."""
         shape = BatchShape.of(config, loaded.max_model_len)
         kv = KVCacheManager(loaded.num_blocks, config.block_size, shape.num_slots)
         scheduler = Scheduler(
@@ -89,7 +90,6 @@ class EngineCore:
             clock=loop.time,
         )
         carry = make_carry(config.token_carry if config.async_scheduling else "host")
-        loaded.device.start(loop)
         runner = ModelRunner(loaded.device, loaded.model, InputBatch(shape), carry)
         return cls(
             scheduler,
@@ -102,6 +102,7 @@ class EngineCore:
     async def supervise(self) -> None:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
         error: AneuronError = EngineClosed("the engine was closed")
+        self.runner.device.start(asyncio.get_running_loop())
         try:
             await self.run()
         except AneuronError as failure:
@@ -112,8 +113,14 @@ class EngineCore:
             self._abandon(error)
             device_closed = self.runner.device.close()
         with suppress(TimeoutError):  # the device hangs: its thread is left behind
-            async with asyncio.timeout(self.shutdown_s):
+            async with asyncio.timeout_at(self._stop_deadline()):
                 await device_closed
+
+    def _stop_deadline(self) -> float:
+        """Return when waiting for the device ends; one deadline for all of the closing."""
+        if self._deadline_s is None:
+            self._deadline_s = self.scheduler.clock() + self.shutdown_s
+        return self._deadline_s
 
     def _abandon(self, error: AneuronError) -> None:
         self.failure = error
@@ -158,7 +165,7 @@ class EngineCore:
     async def _drained(self) -> None:
         """Wait until idle; a device that does not answer in time is left behind."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.shutdown_s):
+            async with asyncio.timeout_at(self._stop_deadline()):
                 await self.wait_idle()
 
     def stop(self) -> None:

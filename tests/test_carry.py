@@ -119,7 +119,7 @@ async def test_case_83_a_length_stop_breaks_when_its_request_leaves_the_plan() -
 
 
 async def test_case_84_the_middle_of_three_ends_then_condense_reorders() -> None:
-    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    buckets: dict[str, Any] = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
     async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
         streams = [
             engine.generate(prompt_token_ids=[1000 * n], max_tokens=length)
@@ -136,7 +136,7 @@ async def test_case_84_the_middle_of_three_ends_then_condense_reorders() -> None
 
 
 async def test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device() -> None:
-    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    buckets: dict[str, Any] = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
     async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
         # The first row ends by length: it leaves the plan (composition break: rows 1, 2, 3
         # are launched), and one step later the batch, where `condense` moves row 3 to the
@@ -159,7 +159,7 @@ async def test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device() -> 
     ("num", "expected"), [(1, {}), (2, {}), (3, {"shape_mismatch": 1}), (8, {})]
 )
 async def test_case_85_first_decode_after_a_prefill(num: int, expected: dict[str, int]) -> None:
-    buckets = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
+    buckets: dict[str, Any] = {"num_seqs_buckets": [1, 2, 4, 8], "max_num_seqs": 8}
     async with count_engine(latency=0.001, **buckets) as engine, no_leaks(engine):
         lasts = [1000 * n for n in range(1, num + 1)]
         assert await prefilled_together(engine, lasts, 10) == [after(last, 10) for last in lasts]

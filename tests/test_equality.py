@@ -191,7 +191,12 @@ async def test_a_seeded_request_repeats_alone_and_in_any_batch(tmp_path: Path) -
     asked: dict[str, Any] = {"prompt_token_ids": [5, 6, 7], "seed": 42, "temperature": 0.8}
     async with Engine(str(tmp_path), **options) as engine:
         alone = (await engine.generate(**asked, max_tokens=16)).token_ids
-        for beside in ({"temperature": 1.0}, {"temperature": 0.5, "seed": 7}, {"top_p": 0.5}):
+        company: list[dict[str, Any]] = [
+            {"temperature": 1.0},
+            {"temperature": 0.5, "seed": 7},
+            {"top_p": 0.5},
+        ]
+        for beside in company:
             other = engine.generate(prompt_token_ids=[9, 9], max_tokens=30, **beside)
             assert (await engine.generate(**asked, max_tokens=16)).token_ids == alone
             await other

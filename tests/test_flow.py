@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +21,9 @@ from aneuron.testing import (
     sim_engine,
     wait_all_idle,
 )
+
+if TYPE_CHECKING:
+    from aneuron import TokenStream
 
 SCHEDULING = pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 
@@ -57,7 +61,7 @@ async def test_case_09_short_requests_join_two_long_ones_each_step(async_schedul
         long = [
             engine.generate(prompt_token_ids=[start], max_tokens=500) for start in (10_000, 20_000)
         ]
-        short = []
+        short: list[TokenStream] = []
         async for token in long[0]:
             if len(short) < 60:
                 number = len(short)

@@ -55,7 +55,7 @@ class CpuDevice(ThreadDevice):
         text = f"device cpu: {type(error).__name__}: {error}"
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             return OutOfMemory(text, device=self.name)
-        if isinstance(error, IndexError):
+        if isinstance(error, IndexError | FloatingPointError):  # bad index, NaN
             return DeviceError(text, device=self.name)
         if isinstance(error, ValueError | TypeError):
             return LaunchFailed(text, device=self.name)

@@ -147,9 +147,15 @@ class TorchExecutable:
         Args:
             inputs: of this executable's bucket.
             input_ids: int32 [T], a device value that takes the place of `inputs.input_ids`.
+
+        Raises:
+            FloatingPointError: a row's logits hold NaN.
         """
         with torch.inference_mode():
             logits = self._forward(inputs, input_ids)
+            # One pass over logits that sampling reads anyway; amax carries a NaN on.
+            if logits[: inputs.num_reqs].amax().isnan():
+                raise FloatingPointError(f"NaN in the logits of {self.name}")
             sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
             return sampled[: inputs.num_sampled]
 

@@ -1,0 +1,157 @@
+"""`DeviceFuture`: one crossing, waiters of their own, silence when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aneuron import DeviceFuture
+from aneuron.errors import DeviceError, OutOfMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def complaints() -> Iterator[list[dict[str, Any]]]:
+    """What the loop's exception handler was told."""
+    told: list[dict[str, Any]] = []
+    yield told
+    assert told == []
+
+
+def future_of_loop() -> DeviceFuture:
+    return DeviceFuture(asyncio.get_running_loop(), shape=(2,), dtype="int32")
+
+
+def listen(complaints: list[dict[str, Any]]) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, facts: complaints.append(facts))
+
+
+async def test_a_thread_resolves_it(complaints: list[dict[str, Any]]) -> None:
+    listen(complaints)
+    future = future_of_loop()
+    assert "pending" in repr(future)
+    threading.Thread(target=future.post, args=([1, 2],)).start()
+    assert await future == [1, 2]
+    assert future.done()
+    assert future.result() == [1, 2]
+    assert await future == [1, 2], "it may be awaited again"
+    assert "done" in repr(future)
+
+
+async def test_result_before_it_is_done() -> None:
+    with pytest.raises(asyncio.InvalidStateError):
+        future_of_loop().result()
+
+
+async def test_cancelling_one_waiter_leaves_the_others(complaints: list[dict[str, Any]]) -> None:
+    listen(complaints)
+    future = future_of_loop()
+
+    async def wait() -> Any:
+        return await future
+
+    tasks = [asyncio.create_task(wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    future.resolve(7)
+    assert [await tasks[0], await tasks[2]] == [7, 7]
+    assert tasks[1].cancelled()
+
+
+async def test_case_91_a_timeout_round_a_users_await(complaints: list[dict[str, Any]]) -> None:
+    listen(complaints)
+    future = future_of_loop()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await future
+    other = asyncio.ensure_future(asyncio.wait_for(future, 5))
+    await asyncio.sleep(0)
+    future.resolve("late")
+    assert await other == "late"
+
+
+async def test_resolving_after_all_waiters_left_is_silent(
+    complaints: list[dict[str, Any]],
+) -> None:
+    listen(complaints)
+    future = future_of_loop()
+
+    async def wait() -> None:
+        await future
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    future.resolve(None, DeviceError("nobody asks"))
+    await asyncio.sleep(0)
+
+
+async def test_cancelled_and_resolved_in_the_same_turn(complaints: list[dict[str, Any]]) -> None:
+    listen(complaints)
+    for cancel_first in (True, False):
+        future = future_of_loop()
+
+        async def wait(future: DeviceFuture = future) -> Any:
+            return await future
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        if cancel_first:
+            task.cancel()
+        future.resolve(1)
+        if not cancel_first:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await future == 1
+
+
+async def test_the_first_result_stands() -> None:
+    future = future_of_loop()
+    future.resolve(1)
+    future.resolve(None, DeviceError("too late"))
+    assert await future == 1
+
+
+async def test_each_awaiter_gets_an_error_of_its_own() -> None:
+    future = future_of_loop()
+    cause = RuntimeError("status 4")
+    error = OutOfMemory("full", device="sim")
+    error.__cause__ = cause
+    future.resolve(None, error)
+    assert "failed" in repr(future)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="full") as info:
+            await future
+        caught.append(info.value)
+    assert caught[0] is not caught[1]
+    assert all(one.__cause__ is cause and one.device == "sim" for one in caught)
+
+
+def test_posting_to_a_closed_loop_is_silent() -> None:
+    loop = asyncio.new_event_loop()
+    future = DeviceFuture(loop, shape=(), dtype="int32")
+    loop.close()
+    future.post(1)
+    assert not future.done()
+
+
+def test_awaiting_on_another_loop_is_refused() -> None:
+    loop = asyncio.new_event_loop()
+    future = DeviceFuture(loop, shape=(), dtype="int32")
+
+    async def wait() -> None:
+        await future
+
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(wait())
+    loop.close()
