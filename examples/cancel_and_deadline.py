@@ -1,0 +1,34 @@
+"""Stop early, in four ways: `python examples/cancel_and_deadline.py [MODEL]`."""
+
+import asyncio
+import sys
+
+import aneuron
+
+
+async def main(model: str = "smollm2-135m") -> None:
+    async with aneuron.Engine(model) as engine:
+        async for token in engine.generate("Once upon a time", max_tokens=500):
+            if token.index == 9:
+                break  # the request ends with the loop
+
+        stream = engine.generate("Once upon a time", max_tokens=500)
+        await anext(stream)
+        stream.cancel()  # from any task; what there is can still be had
+        print("cancelled:", (await stream).finish_reason)
+
+        stream = engine.generate("Once upon a time", max_tokens=500)
+        await anext(stream)
+        stream.stop()  # the same, but it counts as a finished answer
+        print("stopped:", (await stream).finish_reason)
+
+        try:
+            async with asyncio.timeout(0.05):  # cancels the wait, and the request with it
+                await engine.generate("Once upon a time", max_tokens=5000)
+        except TimeoutError:
+            print("too late")
+        await engine.wait_idle()
+        print("left:", engine.stats().running)
+
+
+asyncio.run(main(*sys.argv[1:]))
