@@ -1,0 +1,44 @@
+"""The command line: `aneuron run MODEL PROMPT` and `aneuron chat MODEL`.
+
+Comes in: the arguments of a process. Goes out: token text on stdout, everything else on
+stderr, and a status: 0, 1 for a fault of the device or of aneuron, 2 for a wrong argument or
+request, 130 after Ctrl-C. Nothing here loads torch or numpy before a command runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cyclopts import App, CycloptsError
+
+from aneuron import __version__
+from aneuron.cli import chat, run
+from aneuron.cli.terminal import call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["app", "main"]
+
+app = App(
+    name="aneuron",
+    help="Run language models on the asyncio-native inference engine.",
+    version=__version__,
+    help_epilogue="A MODEL is a built-in name (smollm2-135m), a directory, a .gguf file, a "
+    "Hugging Face id (org/name) or a simulated model (sim:count).",
+)
+app.command(run.run)
+app.command(chat.chat)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, by default that of this process.
+
+    Returns:
+        The status to exit with.
+    """
+    try:
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False)
+    except CycloptsError:  # it is printed
+        return 2
+    return call(command, *bound.args, **bound.kwargs)

@@ -1,0 +1,89 @@
+"""Between a command and its process: the event loop, messages, the status.
+
+Comes in: a command's function and arguments. Goes out: the status that the process exits
+with; what went wrong is said on stderr, in the words of the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from aneuron.cli.options import FLAGS
+from aneuron.errors import AneuronError, ConfigError, InternalError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["INTERRUPTED", "call", "describe", "note"]
+
+INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+# A setting in a message: `max_tokens`, or as Python spells it, `async_scheduling=False`.
+_SETTING = re.compile(rf"\b({'|'.join(n for n in FLAGS if '_' in n)})\b(=True|=False|=)?")
+
+
+def call(command: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Run a command, a coroutine function on an event loop of its own; return its status."""
+    try:
+        result = command(*args, **kwargs)
+        if asyncio.iscoroutine(result):
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                result = runner.run(result)
+        sys.stdout.flush()
+    except AneuronError as error:
+        note(f"error: {describe(error)}")
+        if isinstance(error, InternalError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return 2 if isinstance(error, ConfigError | RequestError) else 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader (`| head -1`) has what it wanted
+        _drop_output()
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def _drop_output() -> None:
+    """Point stdout at nothing: what is left in its buffer would fail again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def note(text: str, *, end: str = "\n") -> None:
+    """Say something that is not part of an answer."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def describe(error: AneuronError) -> str:
+    """Return the message of an error, with settings spelled as the command line spells them."""
+    message = str(error)
+    param = getattr(error, "param", None)
+    if param in FLAGS:
+        if message.startswith((f"{param} ", f"{param}=")):
+            message = f"{FLAGS[param]} {message[len(param) + 1 :]}"
+        else:
+            message = f"{FLAGS[param]}: {message}"
+    return _SETTING.sub(_as_flag, message)
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    flag = FLAGS[found[1]]
+    match found[2]:
+        case "=False":
+            return flag.replace("--", "--no-", 1)
+        case "=":
+            return f"{flag} "
+        case _:
+            return flag
