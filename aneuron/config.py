@@ -9,13 +9,11 @@ from __future__ import annotations
 import bisect
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from aneuron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Buckets", "EngineConfig", "EngineOptions"]
 
@@ -185,6 +183,10 @@ def _check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be over 0, not {value}", param=name)
 
 
-def _check_buckets(name: str, sizes: Sequence[int] | None) -> None:
-    for size in sizes or ():
+def _check_buckets(name: str, sizes: object) -> None:
+    if sizes is None:
+        return
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise ConfigError(f"{name} must be a list of sizes, not {sizes!r}", param=name)
+    for size in sizes:
         _check_count(name, size)

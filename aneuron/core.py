@@ -29,7 +29,7 @@ from aneuron.runner import ModelRunner
 from aneuron.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     import numpy as np
 
@@ -102,8 +102,8 @@ class EngineCore:
     async def supervise(self) -> None:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
         error: AneuronError = EngineClosed("the engine was closed")
-        self.runner.device.start(asyncio.get_running_loop())
         try:
+            self.runner.device.start(asyncio.get_running_loop())
             await self.run()
         except AneuronError as failure:
             _logger.exception("the engine failed")
@@ -124,10 +124,13 @@ class EngineCore:
 
     def _abandon(self, error: AneuronError) -> None:
         self.failure = error
+        self._started.set()  # it may never have come to that
         for request in list(self.requests.values()):
             if request.state is RequestState.NEW:
                 self._finish_new(request, FinishReason.ERROR, error=error.copy())
         self.scheduler.abandon(error)
+        self._num_in_flight = 0
+        self.runner.drain(self.scheduler.take_removed())
         for waiter in self._idle_waiters:
             if not waiter.done():
                 waiter.set_exception(error.copy())
@@ -148,7 +151,8 @@ class EngineCore:
                 for task in self._tasks:
                     task.cancel()
         except ExceptionGroup as failures:
-            raise _failure_of(failures) from failures
+            failure = _failure_of(failures)
+            raise failure from failure.__cause__  # never the group: it says nothing to a user
 
     def _start(self, group: asyncio.TaskGroup) -> None:
         self._group = group
@@ -161,6 +165,8 @@ class EngineCore:
     async def wait_started(self) -> None:
         """Wait until both coroutines are on their way."""
         await self._started.wait()
+        if self.failure is not None:
+            raise self.failure.copy()
 
     async def _drained(self) -> None:
         """Wait until idle; a device that does not answer in time is left behind."""
@@ -177,7 +183,7 @@ class EngineCore:
     # ── requests ────────────────────────────────────────────────────────────────────────
 
     def register(
-        self, request: Request, preparation: Coroutine[Any, Any, None] | None = None
+        self, request: Request, preparation: Callable[[], Coroutine[Any, Any, None]] | None = None
     ) -> None:
         """Take a request on; `preparation` turns its prompt into ids and admits it."""
         self.requests[request.name] = request
@@ -185,18 +191,23 @@ class EngineCore:
         if preparation is None:
             return
         assert self._group is not None, "run() comes first"
+        body = self._prepare(request, preparation)
+        try:
+            task = self._group.create_task(body, name=f"aneuron-prompt-{request.name}")
+        except RuntimeError:  # the group is failing: _abandon() will end this request, too
+            body.close()
+            return
         self._num_preparing += 1
-        task = self._group.create_task(
-            self._prepare(request, preparation), name=f"aneuron-prompt-{request.name}"
-        )
         self._tasks.add(task)
         task.add_done_callback(self._prepared)
 
-    async def _prepare(self, request: Request, preparation: Coroutine[Any, Any, None]) -> None:
+    async def _prepare(
+        self, request: Request, preparation: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
         """Run a preparation; its fault is this request's alone."""
         error: AneuronError
         try:
-            await preparation
+            await preparation()
         except RequestError as fault:
             error = fault
         except Exception as fault:  # noqa: BLE001  one of the three task bodies
@@ -292,14 +303,21 @@ class EngineCore:
             request.notify()
 
     def _watch(self, request: Request) -> None:
-        ended_by_id = request.finish_reason is FinishReason.STOP
-        match = None if ended_by_id else request.watch.feed(request.output_ids[-1])  # type: ignore[union-attr]
-        if match is None:
+        """End a request whose text now has a stop string; a decoder's bug is its alone."""
+        assert request.watch is not None
+        if request.last_is_end_id:
             return
-        if request.is_finished:  # by length, with this very token
-            request.stop_at(match)
+        try:
+            match = request.watch.feed(request.output_ids[-1])
+        except Exception as fault:  # noqa: BLE001  one of the three task bodies
+            error = InternalError(f"decoding failed: {fault}")
+            error.__cause__ = fault
+            self.scheduler.finish(request, FinishReason.ERROR, error=error)
+            request.amend(FinishReason.ERROR, error=error)
         else:
-            self.scheduler.finish(request, FinishReason.STOP, stop_reason=match)
+            if match is not None:
+                self.scheduler.finish(request, FinishReason.STOP, stop_reason=match)
+                request.amend(FinishReason.STOP, stop_reason=match)
 
     # ── what the engine asks ────────────────────────────────────────────────────────────
 

@@ -28,14 +28,14 @@ from aneuron.prompt import (
     validate_token_ids,
 )
 from aneuron.request import Request
-from aneuron.stream import CompletionStream, StopWatch, TokenStream
+from aneuron.stream import CompletionStream, Consumers, StopWatch, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from aneuron.device import Device, Model
     from aneuron.models.catalog import Progress
-    from aneuron.outputs import EngineStats
+    from aneuron.outputs import EngineStats, ModelSpec
     from aneuron.tokenizer import Messages, Tokenizer
 
 __all__ = ["Engine", "open_engine"]
@@ -75,8 +75,10 @@ class Engine:
         ConfigError: a setting is wrong; `param` names it.
     """
 
-    loop: asyncio.AbstractEventLoop  # the one that opened it; these two are set by open()
+    # set by open():
+    loop: asyncio.AbstractEventLoop
     tokenizer: Tokenizer
+    spec: ModelSpec
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._state = _State.NEW
         self._ids = count(1)
+        self.consumers = Consumers()
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -115,23 +118,23 @@ class Engine:
             ConfigError: no such model or device, or they do not go together.
             RuntimeError: it is open already.
         """
-        if self._state not in (_State.NEW, _State.CLOSED) and not self._is_orphaned():
+        orphaned = self._supervisor is not None and self.loop.is_closed()
+        if self._state not in (_State.NEW, _State.CLOSED) and not orphaned:
             raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
         self._state = _State.OPENING
         try:
             self._start(await self._load())
             await self._core.wait_started()
+            if self._state is not _State.OPENING:
+                raise EngineClosed("the engine was closed while it was opening")
         except BaseException:  # cancelled too: it can be opened again
-            self._state = _State.NEW
+            if self._state is _State.OPENING:
+                self._state = _State.NEW
             if self._supervisor is not None:
                 self._supervisor.cancel()
             raise
         self._state = _State.OPEN
         return self
-
-    def _is_orphaned(self) -> bool:
-        """Whether the loop that opened it has closed since, and the engine with it."""
-        return self._supervisor is not None and self.loop.is_closed()
 
     async def _load(self) -> Loaded:
         model, device, revision, progress = self._source
@@ -142,7 +145,7 @@ class Engine:
     def _start(self, loaded: Loaded) -> None:
         self.loop = asyncio.get_running_loop()
         self.tokenizer = loaded.tokenizer
-        self._vocab_size = loaded.model.spec.vocab_size
+        self.spec = loaded.model.spec
         self._max_model_len = loaded.max_model_len
         self._core = EngineCore.build(self.config, loaded, self.loop)
         # The only bare task: it owns the TaskGroup, so that open, generate and aclose may
@@ -159,7 +162,7 @@ class Engine:
             self._state = _State.CLOSED
             return
         self._check_loop()
-        if self._state is _State.OPEN:
+        if self._state in (_State.OPENING, _State.OPEN):
             self._state = _State.CLOSING
             self._core.stop()
         await asyncio.wait({self._supervisor})
@@ -207,7 +210,7 @@ class Engine:
         params = SamplingParams.build(params, sampling)
         if prompt is not None:
             return self._submit(validate_text(prompt), None, params, request_id)
-        ids = validate_token_ids(prompt_token_ids, vocab_size=self._vocab_size)
+        ids = validate_token_ids(prompt_token_ids, vocab_size=self.spec.vocab_size)
         self._check_length(len(ids), param="prompt_token_ids")
         return self._submit(None, ids, params, request_id)
 
@@ -227,13 +230,12 @@ class Engine:
             request_id: your name for it.
             sampling: fields of `SamplingParams`.
 
-        Returns and raises what `generate` does; the template's complaints come at the
-        first await.
+        Returns and raises what `generate` does; a template complains at the first await.
         """
         self._check_open()
         params = SamplingParams.build(params, sampling)
         validate_messages(messages)
-        return self._submit(list(messages), None, params, request_id)
+        return self._submit([dict(message) for message in messages], None, params, request_id)
 
     def generate_many(
         self,
@@ -246,10 +248,12 @@ class Engine:
         Prompts are drawn from the iterable as earlier ones end.
 
         Returns:
-            An async iterator of `(index of the prompt, Completion)`.
+            An async iterator of `(index of the prompt, Completion)`; a prompt that is
+            refused raises there, in its turn.
 
         Raises:
-            InvalidRequest, ContextTooLong, EngineClosed: as `generate`.
+            InvalidRequest: a parameter is wrong.
+            EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
         """
         self._check_open()
         params = SamplingParams.build(params, sampling)
@@ -259,7 +263,8 @@ class Engine:
                 return self.generate(prompt, params)
             return self.generate(prompt_token_ids=prompt, params=params)
 
-        return CompletionStream(prompts, submit, window=_MANY_WINDOW * self.config.max_num_seqs)
+        window = _MANY_WINDOW * self.config.max_num_seqs
+        return CompletionStream(prompts, submit, self.consumers, window=window)
 
     def _submit(
         self,
@@ -280,10 +285,11 @@ class Engine:
             )
         request = Request(number, name, params, arrival_s=self.loop.time())
         if prompt is None:
+            self._watch(request, ids)  # may raise: before anything knows of it
             self._core.register(request)
-            self._admit(request, ids)
+            self._core.admit(request, ids)
         else:
-            self._core.register(request, self._prepare(request, prompt))
+            self._core.register(request, partial(self._prepare, request, prompt))
         return TokenStream(self, request)
 
     async def _prepare(self, request: Request, prompt: str | Messages) -> None:
@@ -291,18 +297,15 @@ class Engine:
         check = partial(self._check_length, param=param)
         ids = await tokenize(self.tokenizer, prompt, check=check)
         if not request.is_finished:
-            self._admit(request, ids)
+            self._watch(request, ids)
+            self._core.admit(request, ids)
 
-    def _admit(self, request: Request, ids: Any) -> None:
+    def _watch(self, request: Request, ids: Any) -> None:
         if request.params.stop:
             request.watch = StopWatch(Detokenizer(self.tokenizer, ids, request.params))
-        self._core.admit(request, ids)
 
     def abort(self, request_id: str) -> None:
-        """End a request by name; no token of it is given out after this returns.
-
-        A name that is unknown, or has ended, is no error.
-        """
+        """End a request by name; no token of it comes after this. Unknown names do nothing."""
         self._check_loop()
         request = self._core.requests.get(request_id)
         if request is not None:
@@ -310,7 +313,9 @@ class Engine:
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside (for streams): ABORT forgets, STOP keeps."""
-        self._core.end(request, reason, AbortReason.CLIENT)
+        # Not one that ended, nor one of a loop that was closed before this core's.
+        if self._core.requests.get(request.name) is request:
+            self._core.end(request, reason, AbortReason.CLIENT)
 
     # ── looking in ──────────────────────────────────────────────────────────────────────
 
@@ -389,9 +394,6 @@ class _Opening:
 def open_engine(model: str | Model, **options: Any) -> _Opening:
     """Open an engine: `engine = await aneuron.open(...)`, or `async with aneuron.open(...)`.
 
-    Awaited, close it with `await engine.aclose()`. The arguments are those of `Engine`.
-
-    Raises:
-        ConfigError: a setting is wrong; `param` names it.
+    Awaited, close it with `await engine.aclose()`. Arguments and errors are `Engine`'s.
     """
     return _Opening(Engine(model, **options))

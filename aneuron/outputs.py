@@ -141,6 +141,7 @@ class ModelSpec:
     max_model_len: int  # the longest context it was made for
     eos_token_ids: tuple[int, ...]
     kv_bytes_per_token: int  # over all layers
+    dtype: str  # of weights and KV cache
     sampled_dtype: str = "int32"
     on_device_sampling: bool = True  # False: executables return logits
 

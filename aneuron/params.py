@@ -75,6 +75,9 @@ class SamplingParams:
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        for name in ("max_tokens", "min_tokens", "top_k", "seed"):  # numpy's would overflow
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", param=name)

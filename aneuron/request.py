@@ -11,8 +11,6 @@ from array import array
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from aneuron.outputs import FinishReason
-
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aneuron.errors import AneuronError
-    from aneuron.outputs import AbortReason
+    from aneuron.outputs import AbortReason, FinishReason
     from aneuron.params import SamplingParams
 
 __all__ = ["Request", "RequestState", "TextWatch"]
@@ -58,6 +56,7 @@ class Request:
         "first_scheduled_s",
         "first_token_s",
         "is_released",
+        "last_is_end_id",
         "name",
         "on_finish",
         "output_ids",
@@ -93,6 +92,7 @@ class Request:
         self.abort_reason: AbortReason | None = None
         self.error: AneuronError | None = None
         self.is_released = False
+        self.last_is_end_id = False  # ended by an end or stop id, which shows no text
         self.on_finish: list[Callable[[Request], None]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._waiter_wants_end = False
@@ -132,10 +132,17 @@ class Request:
             callback(self)
         self.on_finish.clear()
 
-    def stop_at(self, match: str) -> None:
-        """Let a stop string, completed by the very last token, win over the length."""
-        self.finish_reason = FinishReason.STOP
-        self.stop_reason = match
+    def amend(
+        self,
+        reason: FinishReason,
+        *,
+        stop_reason: str | None = None,
+        error: AneuronError | None = None,
+    ) -> None:
+        """Let what the very last token's text showed win over an end by length."""
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.error = error
 
     def release(self) -> None:
         """Record that it holds nothing any more, and wake who waits for that."""

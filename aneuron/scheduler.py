@@ -120,14 +120,13 @@ class Scheduler:
             request.release()
 
     def abandon(self, error: AneuronError) -> None:
-        """End every request: the engine is over, no step will come back."""
+        """End every request and free everything: no step in flight will come back."""
+        self._held[:] = 0
         holders = [request for request in self._request_of if request is not None]
         for request in [*holders, *self._waiting.values(), *self._preempted.values()]:
-            if not request.is_finished:
-                request.finish(FinishReason.ERROR, now_s=self.clock(), error=error.copy())
-            request.release()
-        self._waiting.clear()
-        self._preempted.clear()
+            self.finish(request, FinishReason.ERROR, error=error.copy())
+            if request.slot >= 0:  # it had finished, and a step held it
+                self._release_if_unheld(request.slot)
 
     def take_removed(self) -> tuple[int, ...]:
         """Return the slots that left the batch since the last plan, and forget them."""
@@ -227,7 +226,7 @@ class Scheduler:
         self._prefill_end[slot] = self._known[slot] = num_known
         self._pending[slot] = 0
         self._limit[slot] = prompt_len + max_tokens
-        self._min_known[slot] = prompt_len + params.min_tokens
+        self._min_known[slot] = prompt_len + min(params.min_tokens, room)
         stop_ids = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
         missing = len(stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
@@ -350,6 +349,7 @@ class Scheduler:
         if request is None:
             return
         named = token in request.params.stop_token_ids
+        request.last_is_end_id = stopped
         self.finish(
             request,
             FinishReason.STOP if stopped else FinishReason.LENGTH,

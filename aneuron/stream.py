@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aneuron.detokenize import Detokenizer
+from aneuron.errors import AneuronError, RequestError
 from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usage
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aneuron.request import Request
     from aneuron.tokenizer import Tokenizer
 
-__all__ = ["CompletionStream", "StopWatch", "StreamOwner", "TokenStream"]
+__all__ = ["CompletionStream", "Consumers", "StopWatch", "StreamOwner", "TokenStream"]
 
 _YIELD_EVERY = 64  # ready tokens that a stream gives before it lets others run
 
@@ -31,6 +31,7 @@ class StreamOwner(Protocol):
 
     loop: asyncio.AbstractEventLoop
     tokenizer: Tokenizer
+    consumers: Consumers
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside: ABORT forgets it, STOP keeps what there is."""
@@ -53,6 +54,40 @@ class StopWatch:
         """Take one token; return the stop string that it completed, if any."""
         self.texts.append(self.detokenizer.feed(token_id))
         return self.detokenizer.stop_match
+
+
+class Consumers:
+    """The tasks that consume an engine's streams, so that a *cancelled* one ends them.
+
+    Its traceback may keep a stream alive for a long time, so the stream's finaliser alone
+    would be late. A consumer that ends normally may hand its stream on. Tasks and streams
+    are held weakly.
+    """
+
+    def __init__(self) -> None:
+        """Follow nobody yet."""
+        self._streams: weakref.WeakKeyDictionary[
+            asyncio.Task[Any], weakref.WeakSet[TokenStream | CompletionStream]
+        ] = weakref.WeakKeyDictionary()
+
+    def follow(self, stream: TokenStream | CompletionStream) -> None:
+        """Note that the current task consumes `stream` from now on."""
+        task = asyncio.current_task()
+        if task is None or (stream.consumer is not None and stream.consumer() is task):
+            return
+        stream.consumer = weakref.ref(task)
+        streams = self._streams.get(task)
+        if streams is None:
+            streams = self._streams[task] = weakref.WeakSet()
+            task.add_done_callback(self._ended)
+        streams.add(stream)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        streams = self._streams.pop(task, ())
+        if task.cancelled():
+            for stream in list(streams):
+                if stream.consumer is not None and stream.consumer() is task:  # not handed on
+                    stream.cancel()
 
 
 class TokenStream:
@@ -79,8 +114,9 @@ class TokenStream:
         self._num_read = 0
         self._num_ready = 0
         self._ended = False
+        self._is_whole = False  # the pieces of an aborted answer hold its unread text, too
         self._busy = False
-        self._task: asyncio.Task[Any] | None = None
+        self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
 
     def __repr__(self) -> str:
         return f"<TokenStream {self._request!r}>"
@@ -97,6 +133,7 @@ class TokenStream:
 
     async def __anext__(self) -> Token:
         """Return the next token; cancelling the waiting task cancels the request."""
+        self._claim()
         while (token := self._next_ready()) is None:
             if self._ended:
                 raise StopAsyncIteration
@@ -110,6 +147,7 @@ class TokenStream:
         return self._collect().__await__()
 
     async def _collect(self) -> Completion:
+        self._claim()
         while not self._request.is_finished:
             await self._wait(end_only=True)
         error = self._request.error
@@ -121,9 +159,6 @@ class TokenStream:
         return self._completion()
 
     async def _wait(self, *, end_only: bool) -> None:
-        if self._busy:
-            raise RuntimeError("another task consumes this TokenStream; a stream has one consumer")
-        self._note_task()
         self._busy = True
         try:
             await self._request.wait_news(self._owner.loop, end_only=end_only)
@@ -133,21 +168,15 @@ class TokenStream:
         finally:
             self._busy = False
 
-    def _note_task(self) -> None:
-        """Let the end of a *cancelled* consumer end the stream, wherever it was cancelled.
-
-        Its traceback may keep this object alive for a long time, so the finaliser alone
-        would be late. A consumer that ends normally may hand the stream on.
-        """
-        task = asyncio.current_task()
-        if task is not None and task is not self._task:
-            self._task = task
-            task.add_done_callback(partial(_consumer_done, weakref.ref(self)))
+    def _claim(self) -> None:
+        if self._busy:
+            raise RuntimeError("another task consumes this TokenStream; a stream has one consumer")
+        self._owner.consumers.follow(self)
 
     def _next_ready(self) -> Token | None:
         request = self._request
         index, ids, reason = self._num_read, request.output_ids, request.finish_reason
-        if index < len(ids):
+        if index < len(ids) and reason is not FinishReason.ABORT:
             self._num_read += 1
             if index + 1 == len(ids) and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return self._last(index, ids[index])
@@ -178,12 +207,17 @@ class TokenStream:
         return self._detokenizer
 
     def _last(self, index: int, token_id: int | None) -> Token:
-        """Return the last item: an end id shows no text, held-back text comes out."""
+        """Return the last item: an end id shows no text, held-back text comes out.
+
+        After an abort no token is given out any more; unread ones are in the completion.
+        """
         self._ended = True
         request = self._request
+        if request.finish_reason is FinishReason.ABORT:
+            return Token("", None, index, 0, FinishReason.ABORT)
         by_string = isinstance(request.stop_reason, str)
         text = ""
-        if token_id is not None and (by_string or request.finish_reason is FinishReason.LENGTH):
+        if token_id is not None and not request.last_is_end_id:
             text = self._text(index, token_id)
         if not by_string:
             text += self._text_source().flush()
@@ -193,6 +227,11 @@ class TokenStream:
     def _completion(self) -> Completion:
         request = self._request
         assert request.finish_reason is not None
+        if request.finish_reason is FinishReason.ABORT and not self._is_whole:
+            unread = range(self._num_read, len(request.output_ids))
+            self._pieces += [self._text(at, request.output_ids[at]) for at in unread]
+            self._pieces.append(self._text_source().flush())
+            self._is_whole = True
         choice = Choice(
             0,
             "".join(self._pieces),
@@ -238,12 +277,6 @@ class TokenStream:
                 return  # the loop has closed, and the engine with it
 
 
-def _consumer_done(stream_ref: weakref.ref[TokenStream], task: asyncio.Task[Any]) -> None:
-    stream = stream_ref()
-    if stream is not None and task.cancelled():
-        stream.cancel()
-
-
 def _timing(request: Request) -> Timing:
     def since_arrival(when_s: float | None) -> float | None:
         return None if when_s is None else when_s - request.arrival_s
@@ -258,18 +291,26 @@ def _timing(request: Request) -> Timing:
 class CompletionStream:
     """Answers to many prompts, each as it is finished: `(index of the prompt, Completion)`.
 
-    A bounded number of prompts is submitted at a time. An answer that failed raises its
-    error from iteration, with the note which prompt it was; iterating on goes on with the
-    others. Leaving early, closing or dropping it cancels what runs.
+    A bounded number of prompts is submitted at a time. A prompt that is refused, or an
+    answer that failed, raises its error from iteration in its turn, with the note which
+    prompt it was; iterating on goes on with the others. Leaving early, closing or dropping
+    it cancels what runs.
     """
 
     def __init__(
-        self, prompts: Iterable[Any], submit: Callable[[Any], TokenStream], *, window: int
+        self,
+        prompts: Iterable[Any],
+        submit: Callable[[Any], TokenStream],
+        consumers: Consumers,
+        *,
+        window: int,
     ) -> None:
         """Made by `Engine.generate_many`."""
+        self._consumers = consumers
         self._prompts = enumerate(prompts)
         self._submit = submit
-        self._running: dict[int, TokenStream] = {}
+        self._running: dict[int, TokenStream | AneuronError] = {}
+        self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
         self._finished: asyncio.Queue[int] = asyncio.Queue()
         for _ in range(window):
             self._submit_next()
@@ -279,7 +320,14 @@ class CompletionStream:
         if entry is None:
             return
         index, prompt = entry
-        stream = self._running[index] = self._submit(prompt)
+        try:
+            stream = self._running[index] = self._submit(prompt)
+        except AneuronError as error:  # an answer, too: it comes in its turn
+            if not isinstance(error, RequestError):
+                self._prompts = enumerate(())  # the engine is over: draw no more
+            self._running[index] = error
+            self._finished.put_nowait(index)
+            return
         finished = self._finished
         stream._request.on_finish.append(lambda _: finished.put_nowait(index))  # noqa: SLF001
 
@@ -290,21 +338,27 @@ class CompletionStream:
         """Return the next finished answer."""
         if not self._running:
             raise StopAsyncIteration
+        self._consumers.follow(self)
         try:
             index = await self._finished.get()
+            answer = self._running.pop(index)
+            self._submit_next()
+            if isinstance(answer, AneuronError):
+                raise answer
+            return index, await answer
         except asyncio.CancelledError:
-            self._cancel_all()
+            self.cancel()
             raise
-        stream = self._running.pop(index)
-        self._submit_next()
-        try:
-            return index, await stream
-        except Exception as error:
+        except AneuronError as error:
             error.add_note(f"prompt {index} of generate_many")
             raise
 
+    def cancel(self) -> None:
+        """Cancel what runs, now."""
+        self._cancel_all()
+
     def _cancel_all(self) -> list[TokenStream]:
-        streams = list(self._running.values())
+        streams = [item for item in self._running.values() if isinstance(item, TokenStream)]
         self._running.clear()
         for stream in streams:
             stream.cancel()

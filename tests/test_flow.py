@@ -80,7 +80,10 @@ async def test_case_09_short_requests_join_two_long_ones_each_step(async_schedul
 @SCHEDULING
 @pytest.mark.parametrize("num", [1, 2, 3, 17])
 async def test_case_10_length_stop_samples_exactly_n_rows(num: int, async_scheduling: bool) -> None:
-    async with count_engine(async_scheduling=async_scheduling) as engine, no_leaks(engine):
+    async with (
+        count_engine(async_scheduling=async_scheduling, latency=0.001) as engine,
+        no_leaks(engine),
+    ):
         answer = await engine.generate(prompt_token_ids=[4, 5], max_tokens=num)
         await engine.wait_idle()
         assert answer.token_ids == after(5, num)

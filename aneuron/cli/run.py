@@ -124,7 +124,7 @@ def _facts(model: str, engine: Engine, completion: Completion, load_s: float) ->
     return {
         "model": model,
         "device": engine.device.name,
-        "dtype": engine.config.dtype,
+        "dtype": engine.spec.dtype,
         "timing": {"load_s": load_s, **asdict(completion.timing), **_rates(completion)},
         "stats": {**asdict(stats), "decode_async_share": stats.decode_async_share},
     }

@@ -2,8 +2,8 @@
 
 A program starts at max(end of the program before, arrival of its launch) and ends its
 latency later; oversleeping delays only the read-back, never the timeline. Inputs are read
-when a program *starts*, so a buffer that is written again too early shows. Faults come on
-demand. It counts steps and rows.
+when a program *starts*, and must still be the same when it ends, so a buffer that is
+written again too early shows. Faults come on demand. It counts steps and rows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Fault", "Latency", "SimDevice", "SimValue"]
 
 _KV_BYTES = 64 * 2**20
+_WRITTEN = 1002  # bad input: somebody wrote it while the program ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,11 @@ class SimDevice(ThreadDevice):
         if status is not None:
             self._fail(status)
         value = self._compute(job)
-        _sleep_until(self._end_s)
+        if self._end_s > time.monotonic():
+            before = _fingerprint(job.inputs)
+            _sleep_until(self._end_s)
+            if _fingerprint(job.inputs) != before:
+                raise _StatusError(_WRITTEN)
         return value
 
     def _compute(self, job: Job) -> np.ndarray:
@@ -178,6 +183,11 @@ class SimDevice(ThreadDevice):
             case 1003 | 1006:
                 return DeviceError(text, device=self.name)
         return DeviceLost(text, device=self.name)
+
+
+def _fingerprint(inputs: ModelInput) -> int:
+    columns = (inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_table)
+    return hash(tuple(column.tobytes() for column in columns))
 
 
 def _sleep_until(when_s: float) -> None:

@@ -69,7 +69,11 @@ class ThreadDevice:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the launch thread; a daemon, so a hanging device never keeps a process."""
         self._loop = loop
-        threading.Thread(target=self._run, name=f"aneuron-{self.name}", daemon=True).start()
+        self._jobs = SimpleQueue()  # one that hung before may still wait on the old one
+        self._lost = None
+        args = (self._jobs,)
+        name = f"aneuron-{self.name}"
+        threading.Thread(target=self._run, args=args, name=name, daemon=True).start()
 
     def launch(self, executable: Executable, inputs: ModelInput) -> DeviceFuture:
         """Queue a program; see `Device.launch`."""
@@ -96,9 +100,9 @@ class ThreadDevice:
 
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
-    def _run(self) -> None:
+    def _run(self, jobs: SimpleQueue[Job | DeviceFuture]) -> None:
         while True:
-            job = self._jobs.get()
+            job = jobs.get()
             if isinstance(job, DeviceFuture):
                 job.post(None)
                 return

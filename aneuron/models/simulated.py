@@ -68,6 +68,7 @@ class SimModel:
             max_model_len=max_model_len,
             eos_token_ids=tuple(eos_token_ids),
             kv_bytes_per_token=4,
+            dtype="int32",
             sampled_dtype=sampled_dtype if on_device_sampling else "float32",
             on_device_sampling=on_device_sampling,
         )

@@ -1,0 +1,525 @@
+"""Cancel, abort, stop, drop: whoever ends a request, and whenever, nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aneuron import EngineClosed
+from aneuron.testing import ByteTokenizer, SimDevice, assert_idle, count_engine, no_leaks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from aneuron import Engine, TokenStream
+
+STEP_S = 0.005
+both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
+
+
+def device_of(engine: Engine) -> SimDevice:
+    assert isinstance(engine.device, SimDevice)
+    return engine.device
+
+
+def start(engine: Engine, last: int = 10, max_tokens: int = 1000, **options: Any) -> TokenStream:
+    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
+
+
+async def await_it(stream: TokenStream) -> Any:
+    return await stream
+
+
+async def read(stream: TokenStream, count: int) -> list[int | None]:
+    return [(await anext(stream)).token_id for _ in range(count)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def assert_exact(engine: Engine, last: int = 500, count: int = 5) -> None:
+    answer = await start(engine, last, count)
+    assert answer.token_ids == list(range(last + 1, last + 1 + count))
+
+
+async def assert_idle_soon(engine: Engine, steps: int = 3) -> None:
+    """The engine is idle no later than `steps` engine steps on."""
+    before = device_of(engine).num_steps
+    await engine.wait_idle()
+    assert device_of(engine).num_steps - before <= steps
+    assert_idle(engine)
+
+
+@asynccontextmanager
+async def nothing_logged(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    """No InvalidStateError, no "exception was never retrieved", no destroyed task."""
+    loop = asyncio.get_running_loop()
+    seen: list[dict[str, Any]] = []
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: seen.append(context))
+    try:
+        yield
+        gc.collect()
+        await asyncio.sleep(0)
+    finally:
+        loop.set_exception_handler(before)
+    assert not seen
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+# ── the consumer goes ───────────────────────────────────────────────────────────────────
+
+
+async def sleep_in_body(stream: TokenStream, ready: asyncio.Event) -> None:
+    async for token in stream:
+        if token.index == 2:
+            ready.set()
+            await asyncio.sleep(60)
+
+
+async def consume_temporary(engine: Engine, ready: asyncio.Event) -> None:
+    await sleep_in_body(start(engine), ready)
+
+
+async def consume_local(engine: Engine, ready: asyncio.Event) -> None:
+    stream = start(engine)  # stays in this frame, which the task's traceback keeps
+    await sleep_in_body(stream, ready)
+
+
+@both_schedulings
+@pytest.mark.parametrize("consume", [consume_temporary, consume_local])
+async def test_case_01_consumer_cancelled_in_the_loop_body(
+    consume: Any, async_scheduling: bool
+) -> None:
+    """A consumer cancelled inside its loop body leaves an idle engine within 3 steps."""
+    async with count_engine(latency=STEP_S, async_scheduling=async_scheduling) as engine:
+        ready = asyncio.Event()
+        task = asyncio.create_task(consume(engine, ready))
+        await ready.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        await assert_idle_soon(engine)
+        await assert_exact(engine)
+        assert caught.traceback  # alive until here, as is the task
+        assert task.cancelled()
+
+
+@both_schedulings
+async def test_case_01_break_out_of_aclosing(async_scheduling: bool) -> None:
+    """`break` out of a loop in `contextlib.aclosing` leaves an idle engine within 3 steps."""
+    async with count_engine(latency=STEP_S, async_scheduling=async_scheduling) as engine:
+        before = 0
+        async with aclosing(start(engine)) as stream:
+            async for token in stream:
+                if token.index == 2:
+                    before = device_of(engine).num_steps
+                    break
+        assert_idle(engine)  # aclose() waited for the blocks
+        assert device_of(engine).num_steps - before <= 3
+        await assert_exact(engine)
+
+
+async def test_break_out_of_a_temporary() -> None:
+    """`break` out of `async for` over a temporary ends the request, without gc."""
+    async with count_engine(latency=STEP_S) as engine:
+        async for token in start(engine):
+            if token.index == 2:
+                break
+        await assert_idle_soon(engine)
+
+
+async def test_generator_exit_in_a_wrapper() -> None:
+    """A user's async generator round a stream, closed early, ends the request."""
+
+    async def texts(engine: Engine) -> AsyncIterator[str]:
+        async for token in start(engine):
+            yield token.text
+
+    async with count_engine(latency=STEP_S) as engine:
+        wrapper = texts(engine)
+        await anext(wrapper)
+        await wrapper.aclose()  # type: ignore[attr-defined]
+        await assert_idle_soon(engine)
+
+
+async def test_consumer_that_fails_ends_its_request_without_gc() -> None:
+    """A consumer that raises frees its request as soon as the error is let go of."""
+
+    async def consume(engine: Engine) -> None:
+        stream = start(engine)
+        async for _ in stream:
+            raise ZeroDivisionError
+
+    async with count_engine(latency=STEP_S) as engine:
+        gc.disable()
+        try:
+            task = asyncio.create_task(consume(engine))
+            await asyncio.wait([task])
+            assert isinstance(task.exception(), ZeroDivisionError)
+            del task
+            await assert_idle_soon(engine)
+        finally:
+            gc.enable()
+
+
+async def test_consumer_cancelled_before_it_ever_waited() -> None:
+    """Many tokens are ready; the consumer is cancelled in its body; the request ends."""
+    async with count_engine(latency=0.001) as engine:
+        stream = start(engine)
+        await until(lambda: len(stream._request.output_ids) > 5)
+        ready = asyncio.Event()
+        task = asyncio.create_task(sleep_in_body(stream, ready))
+        await ready.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await assert_idle_soon(engine, steps=4)
+
+
+async def test_stream_handed_on_outlives_its_first_consumer() -> None:
+    """Task A reads a token and hands the stream to B; A's cancellation is not B's."""
+    async with count_engine(latency=0.001) as engine:
+        stream = start(engine, max_tokens=50)
+
+        async def first() -> None:
+            await read(stream, 1)
+            handed_on.set()
+            await asyncio.sleep(60)
+
+        handed_on = asyncio.Event()
+        task = asyncio.create_task(first())
+        await handed_on.wait()
+        rest = asyncio.create_task(read(stream, 49))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        assert await rest == list(range(12, 61))
+
+
+async def test_case_02b_cancelled_while_it_waits() -> None:
+    """A request cancelled in the queue: the device runs no prompt token of it."""
+    async with count_engine(latency=STEP_S, max_num_seqs=1) as engine:
+        long = start(engine)
+        await read(long, 1)
+        waiting = asyncio.create_task(await_it(engine.generate(prompt_token_ids=[1] * 100)))
+        await asyncio.sleep(0)
+        assert engine.stats().waiting == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert engine.stats().waiting == 0
+        await read(long, 5)
+        assert device_of(engine).num_prefill_tokens == 1  # the long one's
+        await long.aclose()
+        assert_idle(engine)
+
+
+async def test_case_03_awaiting_task_cancelled() -> None:
+    """A task that awaits a whole answer is cancelled: the request stops with it."""
+    async with count_engine(latency=0.002) as engine:
+        task = asyncio.create_task(await_it(start(engine, max_tokens=5000)))
+        await until(lambda: engine.stats().generation_tokens >= 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await assert_idle_soon(engine)
+        assert engine.stats().generation_tokens < 300
+
+
+@both_schedulings
+async def test_case_04_500_dropped_streams(async_scheduling: bool) -> None:
+    """500 streams dropped after 0..5 tokens: 8 more are right, and no record is left."""
+    async with count_engine(max_num_seqs=8, async_scheduling=async_scheduling) as engine:
+        rng = random.Random(4)
+        task: Any = asyncio.current_task()
+        callbacks = len(task._callbacks or ())
+        for _ in range(100 if asyncio.get_running_loop().get_debug() else 500):
+            await read(start(engine), rng.randrange(6))
+        streams = [start(engine, 1000 * n, 20) for n in range(1, 9)]
+        for n, stream in enumerate(streams, 1):
+            assert (await stream).token_ids == list(range(1000 * n + 1, 1000 * n + 21))
+        await engine.wait_idle()
+        assert_idle(engine)
+        # Nor in the consumer, which may live as long as the process.
+        assert len(task._callbacks or ()) - callbacks < 10
+
+
+# ── abort, cancel, stop ─────────────────────────────────────────────────────────────────
+
+
+async def test_case_05_abort_of_what_is_over_or_unknown() -> None:
+    """abort() twice of a finished id, and of an unknown one, changes nothing."""
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        others = [start(engine, 100 * n, 50) for n in range(1, 4)]
+        await start(engine, max_tokens=3, request_id="done")
+        for name in ("done", "done", "never seen"):
+            engine.abort(name)
+            stats = engine.stats()
+            assert stats.running == 3
+            assert stats.free_blocks <= stats.num_blocks
+        for n, stream in enumerate(others, 1):
+            assert (await stream).token_ids == list(range(100 * n + 1, 100 * n + 51))
+
+
+@both_schedulings
+async def test_case_06_abort_one_of_eight(async_scheduling: bool) -> None:
+    """Request 3 of 8 is aborted with steps in flight: it gives nothing more, 7 are exact."""
+    async with count_engine(latency=0.002, async_scheduling=async_scheduling) as engine:
+        streams = [start(engine, 1000 * n, 60, request_id=f"r{n}") for n in range(1, 9)]
+        await read(streams[2], 5)
+        await until(lambda: len(streams[2]._request.output_ids) >= 20)  # 15 are unread
+        engine.abort("r3")
+        items = [token async for token in streams[2]]
+        assert [item.token_id for item in items] == [None]
+        assert items[0].finish_reason == "abort"
+        for n, stream in enumerate(streams, 1):
+            answer = await stream
+            if n == 3:
+                assert answer.finish_reason == "abort"
+                assert answer.abort_reason == "client"
+            else:
+                assert answer.token_ids == list(range(1000 * n + 1, 1000 * n + 61))
+        await engine.wait_idle()
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("by", ["name", "handle"])
+async def test_case_07_ended_from_another_task(by: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Task B ends the request that A iterates: A's loop ends by itself with "abort"."""
+    async with nothing_logged(caplog), count_engine(latency=STEP_S) as engine:
+        stream = start(engine, request_id="x")
+
+        async def consume() -> list[Any]:
+            return [token async for token in stream]
+
+        task = asyncio.create_task(consume())
+        await until(lambda: stream._request.first_token_s is not None)
+        before = device_of(engine).num_steps
+        if by == "name":
+            engine.abort("x")
+        else:
+            stream.cancel()
+            stream.cancel()
+        items = await task
+        assert device_of(engine).num_steps - before <= 3
+        assert items[-1].finish_reason == "abort"
+        assert [item.token_id for item in items[:-1]] == list(range(11, 10 + len(items)))
+        await assert_idle_soon(engine)
+
+
+@both_schedulings
+@pytest.mark.parametrize("count", [1, 4])
+async def test_case_11_and_88_same_name_in_the_same_turn(
+    async_scheduling: bool, count: int
+) -> None:
+    """ "x" cancelled with a step in flight and submitted again: only the new one's ids."""
+    async with count_engine(latency=0.002, async_scheduling=async_scheduling) as engine:
+        for tokens_read in (0, 1, 3):
+            old = engine.generate(prompt_token_ids=[7] * (count - 1) + [10], request_id="x")
+            await read(old, tokens_read)
+            if not tokens_read:
+                await until(lambda: engine.stats().in_flight_steps > 0)
+            old.cancel()
+            new = engine.generate(
+                prompt_token_ids=[7] * (count - 1) + [500], request_id="x", max_tokens=20
+            )
+            assert (await new).token_ids == list(range(501, 521))
+            assert (await old).finish_reason == "abort"
+        await engine.wait_idle()
+        assert_idle(engine)
+
+
+async def test_async_with_left_early_waits_for_the_blocks() -> None:
+    """`async with stream` left early, or by an error: its blocks are free behind it."""
+    async with count_engine(latency=STEP_S) as engine:
+        async with start(engine) as stream:
+            await read(stream, 2)
+            assert engine.stats().free_blocks < engine.stats().num_blocks
+        assert_idle(engine)
+        with pytest.raises(ZeroDivisionError):
+            async with start(engine) as stream:
+                await read(stream, 2)
+                raise ZeroDivisionError
+        assert_idle(engine)
+        await stream.aclose()  # again: no harm
+
+
+async def test_stop_keeps_what_there_is() -> None:
+    """stop(): finish "stop", every token so far with its text, read or not."""
+    async with count_engine(latency=0.002) as engine:
+        stream = start(engine)
+        first = [await anext(stream) for _ in range(2)]
+        await until(lambda: len(stream._request.output_ids) >= 6)
+        stream.stop()
+        count = len(stream._request.output_ids)
+        items = first + [token async for token in stream]
+        ids = [item.token_id for item in items if item.token_id is not None]
+        assert ids == list(range(11, 11 + count))
+        assert items[-1].finish_reason == "stop"
+        answer = await stream
+        assert answer.token_ids == ids
+        assert answer.text == "".join(map(str, items)) == ByteTokenizer().decode(ids)
+        assert answer.abort_reason is None
+        await assert_idle_soon(engine)
+
+
+# ── breaks and futures ──────────────────────────────────────────────────────────────────
+
+
+async def test_case_91_cancel_while_a_break_awaits(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests join and are cancelled at every loop turn of the break: the rest is exact."""
+    async with nothing_logged(caplog), count_engine(latency=0.001) as engine, no_leaks(engine):
+        stays = start(engine, 100_000, 5000)
+        await read(stays, 2)
+        for turns in range(25):
+            for victims in ((0,), (1,), (0, 1)):
+                pair = [start(engine, 10)]
+                await read(pair[0], 2)
+                pair.append(start(engine, 500))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                for victim in victims:
+                    pair[victim].cancel()
+                for index, stream in enumerate(pair):
+                    if index not in victims:
+                        first = 13 if index == 0 else 501
+                        assert await read(stream, 2) == [first, first + 1]
+                        stream.cancel()
+        stays.stop()
+        ids = (await stays).token_ids
+        assert ids == list(range(100_001, 100_001 + len(ids)))
+        assert engine.stats().breaks["composition_changed"].count > 50
+
+
+async def test_case_91_timeout_round_a_device_future(caplog: pytest.LogCaptureFixture) -> None:
+    """A user's await of a DeviceFuture times out: the materializer still gets its value."""
+    async with nothing_logged(caplog), count_engine(latency=0.03) as engine:
+        stream = start(engine, max_tokens=5)
+        for _ in range(3):
+            pending = None
+            while pending is None:
+                await asyncio.sleep(0.001)
+                pending = engine._core.runner.async_execution_buffer.pending
+            future = pending.sampled_token_ids
+            if future.done():
+                continue
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await future
+            assert len(await future) >= 1
+        assert (await stream).token_ids == [11, 12, 13, 14, 15]
+
+
+# ── the engine's own waits ──────────────────────────────────────────────────────────────
+
+
+async def test_cancelled_aclose_still_closes() -> None:
+    """The task that awaits the engine's aclose() is cancelled: the engine closes all the same."""
+    async with count_engine(latency=0.02) as engine:
+        stream = start(engine)
+        await read(stream, 1)
+        task = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert engine._supervisor is not None
+        async with asyncio.timeout(5):
+            await asyncio.wait([engine._supervisor])
+        assert_idle(engine)
+        answer = await stream
+        assert (answer.finish_reason, answer.abort_reason) == ("abort", "shutdown")
+        with pytest.raises(EngineClosed):
+            _ = start(engine)
+
+
+class GatedTokenizer(ByteTokenizer):
+    """Encodes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def encode(self, text: str, **options: Any) -> Any:
+        await self.gate.wait()
+        return await super().encode(text, **options)
+
+
+async def test_cancel_during_tokenising() -> None:
+    """Cancelled while its prompt is being encoded: it ends at once and never runs."""
+    tokenizer = GatedTokenizer()
+    async with count_engine(tokenizer=tokenizer) as engine, no_leaks(engine):
+        stream = engine.generate("hello", request_id="x")
+        awaiting = asyncio.create_task(await_it(engine.generate("hello")))
+        await asyncio.sleep(0)
+        awaiting.cancel()
+        stream.cancel()
+        assert (await stream).finish_reason == "abort"
+        await stream.aclose()
+        again = engine.generate("A", request_id="x", max_tokens=2)
+        tokenizer.gate.set()
+        assert (await again).token_ids == [66, 67]
+        assert device_of(engine).num_prefill_tokens == 1
+
+
+async def test_close_during_tokenising() -> None:
+    """The engine closes while a prompt is being encoded: the stream ends with "abort"."""
+    async with count_engine(tokenizer=GatedTokenizer(), shutdown_s=0.1) as engine:
+        stream = engine.generate("hello")
+        await asyncio.sleep(0)
+        await engine.aclose()
+        assert (await stream).abort_reason == "shutdown"
+        assert_idle(engine)
+
+
+# ── many prompts ────────────────────────────────────────────────────────────────────────
+
+
+def lengths() -> list[list[int]]:
+    return [[1000 * n] for n in range(1, 21)]
+
+
+async def test_generate_many_closed_early() -> None:
+    """`async with` left after 2 answers: what ran is cancelled and its blocks are free."""
+    async with count_engine(latency=0.002, max_num_seqs=4) as engine:
+        async with engine.generate_many(lengths(), max_tokens=5) as answers:
+            for _ in range(2):
+                index, answer = await anext(answers)
+                assert answer.token_ids[0] == 1000 * (index + 1) + 1
+        assert_idle(engine)
+        with pytest.raises(StopAsyncIteration):
+            await anext(answers)
+        async for _ in engine.generate_many(lengths(), max_tokens=5):
+            break
+        await assert_idle_soon(engine)
+
+
+@pytest.mark.parametrize("where", ["waiting", "body"])
+async def test_generate_many_cancelled(where: str) -> None:
+    """Its consumer is cancelled, waiting or in the body: everything ends within 3 steps."""
+    async with count_engine(latency=STEP_S, max_num_seqs=4) as engine:
+        reached = asyncio.Event()
+
+        async def consume() -> None:
+            answers = engine.generate_many(lengths(), max_tokens=5)  # the frame keeps it
+            async for _ in answers:
+                reached.set()
+                if where == "body":
+                    await asyncio.sleep(60)
+
+        task = asyncio.create_task(consume())
+        await reached.wait()
+        await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        await assert_idle_soon(engine)
+        assert caught.traceback

@@ -1,0 +1,700 @@
+"""The front door: opening and closing, loops, bad input, many prompts, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import FrozenInstanceError, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import aneuron
+from aneuron import (
+    AneuronError,
+    ConfigError,
+    ContextTooLong,
+    Engine,
+    EngineClosed,
+    InvalidRequest,
+    OutOfMemory,
+    SamplingParams,
+)
+from aneuron.testing import (
+    ByteTokenizer,
+    Count,
+    Script,
+    SimDevice,
+    assert_idle,
+    count_engine,
+    no_leaks,
+    sim_engine,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from aneuron import TokenStream
+
+both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
+
+
+def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
+    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
+
+
+def after(last: int, count: int) -> list[int]:
+    return list(range(last + 1, last + 1 + count))
+
+
+# ── names and limits ────────────────────────────────────────────────────────────────────
+
+
+async def test_case_14_name_in_use() -> None:
+    """A second "x" while "x" runs: ValueError at once, the first exact, then the name is free."""
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        first = start(engine, 10, request_id="x")
+        with pytest.raises(ValueError, match="'x' is in use") as caught:
+            _ = start(engine, 500, request_id="x")
+        assert isinstance(caught.value, InvalidRequest)
+        assert caught.value.param == "request_id"
+        assert caught.value.request_id == "x"
+        answer = await first
+        assert (answer.token_ids, answer.request_id) == (after(10, 50), "x")
+        assert (await start(engine, 500, 2, request_id="x")).token_ids == [501, 502]
+
+
+@both_schedulings
+@pytest.mark.parametrize("text", [True, False])
+async def test_case_25_prompt_over_the_pool(text: bool, async_scheduling: bool) -> None:
+    """A prompt over the whole KV pool: an error that names the capacity; the next is served."""
+    async with (
+        count_engine(
+            num_kv_blocks=8, max_model_len=4096, async_scheduling=async_scheduling
+        ) as engine,
+        no_leaks(engine),
+    ):
+        with pytest.raises(ContextTooLong, match=r"200 tokens.*pool holds 128") as caught:
+            await (
+                engine.generate("a" * 200) if text else engine.generate(prompt_token_ids=[1] * 200)
+            )
+        assert caught.value.param == ("prompt" if text else "prompt_token_ids")
+        answer = await engine.generate(prompt_token_ids=[1] * 10, max_tokens=3)
+        assert answer.token_ids == [2, 3, 4]
+
+
+@both_schedulings
+async def test_case_26_empty_prompt(async_scheduling: bool) -> None:
+    """No ids, or a text that gives none: a clear error for that request alone."""
+    async with (
+        count_engine(latency=0.001, async_scheduling=async_scheduling) as engine,
+        no_leaks(engine),
+    ):
+        running = [start(engine, 100), start(engine, 200)]
+        with pytest.raises(InvalidRequest, match="empty") as caught:
+            _ = engine.generate(prompt_token_ids=[])
+        assert caught.value.param == "prompt_token_ids"
+        empty = engine.generate("")  # needs the tokenizer: raised at the first await
+        with pytest.raises(InvalidRequest, match="empty") as caught:
+            await anext(empty)
+        assert caught.value.param == "prompt"
+        with pytest.raises(InvalidRequest):
+            await empty
+        assert (await running[0]).token_ids == after(100, 50)
+        assert (await running[1]).token_ids == after(200, 50)
+        assert (await engine.generate("A", max_tokens=2)).token_ids == [66, 67]
+
+
+@both_schedulings
+@pytest.mark.parametrize("text", [True, False])
+async def test_case_27_prompt_at_the_limit(text: bool, async_scheduling: bool) -> None:
+    """Limit 64: 64 and 65 are refused; 63 gives one token, "length", both ways."""
+    async with (
+        count_engine(max_model_len=64, async_scheduling=async_scheduling) as engine,
+        no_leaks(engine),
+    ):
+
+        def submit(count: int, **options: Any) -> TokenStream:
+            if text:
+                return engine.generate("A" * count, **options)
+            return engine.generate(prompt_token_ids=[65] * count, **options)
+
+        for count in (64, 65):
+            with pytest.raises(ContextTooLong, match=f"{count} tokens.* 64 tokens"):
+                await submit(count)
+        for options in ({"max_tokens": 1}, {}, {"max_tokens": 10}):
+            answer = await submit(63, **options)
+            assert (answer.token_ids, answer.finish_reason) == ([66], "length")
+
+
+@both_schedulings
+async def test_case_89_alone_up_to_the_pool(async_scheduling: bool) -> None:
+    """Pool 128, prompt 100, no max_tokens: 28 tokens, "length", no preemption."""
+    async with (
+        count_engine(
+            num_kv_blocks=8, max_model_len=4096, async_scheduling=async_scheduling
+        ) as engine,
+        no_leaks(engine),
+    ):
+        answer = await engine.generate(prompt_token_ids=[7] * 100)
+        assert (answer.token_ids, answer.finish_reason) == (after(7, 28), "length")
+        assert engine.stats().preemptions == 0
+
+
+async def test_case_87_no_on_device_sampling() -> None:
+    """Without it: async scheduling is refused by name; the baseline runs and counts 0 and 0."""
+    model = Count(on_device_sampling=False, vocab_size=1000)
+    with pytest.raises(ConfigError, match="async_scheduling=False") as caught:
+        await aneuron.open(model)
+    assert caught.value.param == "async_scheduling"
+    async with sim_engine(model, async_scheduling=False) as engine, no_leaks(engine):
+        answers = [await start(engine, 10, 5, temperature=0.0) for _ in range(2)]
+        assert [answer.token_ids for answer in answers] == [after(10, 5)] * 2
+        stats = engine.stats()
+        assert (stats.async_steps, stats.sync_fallback_steps) == (0, 0)
+        assert stats.steps == 10
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────
+
+NAN = math.nan
+BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
+    *(("max_tokens", {"max_tokens": value}) for value in (0, -1, 1.5, "3", True, NAN)),
+    *(("min_tokens", {"min_tokens": value}) for value in (-1, 0.5, None)),
+    ("min_tokens", {"min_tokens": 5, "max_tokens": 2}),
+    *(("temperature", {"temperature": value}) for value in (NAN, -0.1, math.inf, "hot", None)),
+    *(("top_k", {"top_k": value}) for value in (-2, 1.0, None)),
+    *(("top_p", {"top_p": value}) for value in (0, 1.1, NAN, -1)),
+    *(("min_p", {"min_p": value}) for value in (-0.1, 1.1, NAN)),
+    *(("seed", {"seed": value}) for value in (1.5, 2**64, "x")),
+    *(("stop", {"stop": value}) for value in (5, [""], ["x"] * 17, [None], "x" * 2000)),
+    *(("stop_token_ids", {"stop_token_ids": value}) for value in (5, [-1], ["a"], [2**31])),
+    ("include_stop", {"include_stop": "yes"}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("temprature", {"temprature": 1.0}),
+    ("params", {"params": {"max_tokens": 1}}),
+    ("request_id", {"request_id": ""}),
+    ("request_id", {"request_id": 7}),
+]
+BAD_PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {}),
+    ("prompt", {"prompt": "x", "prompt_token_ids": [1]}),
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": "\ud800"}),
+    *(
+        ("prompt_token_ids", {"prompt_token_ids": value})
+        for value in ([], [-1], [1 << 20], [2**70], "abc", [1.5], [[1]], [True], 5, {1, 2})
+    ),
+]
+
+
+async def test_bad_requests_are_refused_at_the_call() -> None:
+    """Every wrong field: typed, named, before anything is scheduled; who runs stays exact."""
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        beside = start(engine, 1000)
+        await anext(beside)
+        calls = [
+            *((param, {"prompt": "x", **options}) for param, options in BAD_SAMPLING),
+            *BAD_PROMPTS,
+        ]
+        for param, options in calls:
+            with pytest.raises(InvalidRequest) as caught:
+                _ = engine.generate(**options)
+            assert caught.value.param == param, options
+            assert isinstance(caught.value, ValueError)
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, engine.records()["names"]) == (1, 0, 1)
+        for messages in ([], "hi", [{"role": "user"}], [{"content": "x"}], [5], None):
+            with pytest.raises(InvalidRequest) as caught:
+                _ = engine.chat(messages)  # type: ignore[arg-type]
+            assert caught.value.param == "messages"
+        assert (await beside).token_ids == after(1000, 50)
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"min_tokens": 2**31},
+    {"min_tokens": 2**40, "max_tokens": 2**40},
+    {"max_tokens": 10**30},
+    {"top_k": 10**12},
+    {"seed": 2**64 - 1},
+    {"seed": -(2**63)},
+    {"seed": np.int64(5)},
+    {"seed": np.uint64(2**64 - 1)},
+    {"max_tokens": np.int8(100)},
+    {"min_tokens": np.int8(100)},
+    {"temperature": 1e-300},
+    {"temperature": np.float32(0)},
+    {"top_p": 1e-300},
+    {"stop_token_ids": [2**31 - 1]},
+    {"stop_token_ids": {0}},
+]
+
+
+@pytest.mark.parametrize("options", EXTREMES, ids=repr)
+async def test_extreme_values_harm_nobody(options: dict[str, Any]) -> None:
+    """Values at the edge of what is valid: served, and those beside it are exact."""
+    async with count_engine(max_model_len=220) as engine:
+        beside = start(engine, 1000, 150)
+        settings = {"temperature": 0.0, "max_tokens": None, **options}
+        answer = await engine.generate(prompt_token_ids=[1] * 100, **settings)
+        count = 100 if options.get("max_tokens") == 100 else 120
+        assert answer.token_ids == after(1, count)
+        assert (await beside).token_ids == after(1000, 150)
+
+
+BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    *(("max_num_seqs", {"max_num_seqs": value}) for value in (0, -1, 1.5, "4", True, None)),
+    ("max_num_batched_tokens", {"max_num_batched_tokens": 0}),
+    ("block_size", {"block_size": 0}),
+    ("num_kv_blocks", {"num_kv_blocks": -5}),
+    ("max_model_len", {"max_model_len": 0}),
+    ("max_in_flight_steps", {"max_in_flight_steps": 0}),
+    *(("step_timeout_s", {"step_timeout_s": value}) for value in (0, -1, NAN, math.inf, "1")),
+    ("shutdown_s", {"shutdown_s": NAN}),
+    *(("num_seqs_buckets", {"num_seqs_buckets": value}) for value in ([0], [1.5], "ab", 5, 0)),
+    ("dtype", {"dtype": "float8"}),
+    ("token_carry", {"token_carry": "magic"}),
+    ("token_carry", {"token_carry": "host"}),
+    ("token_carry", {"token_carry": "handoff", "async_scheduling": False}),
+    ("async_scheduling", {"async_scheduling": "no"}),
+    ("max_seqs", {"max_seqs": 5}),
+]
+
+
+@pytest.mark.parametrize(("param", "settings"), BAD_SETTINGS, ids=repr)
+def test_bad_settings(param: str, settings: dict[str, Any]) -> None:
+    """A wrong setting: ConfigError, a ValueError that names it, when the engine is made."""
+    with pytest.raises(ConfigError) as caught:
+        Engine("sim:count", **settings)
+    assert caught.value.param == param
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("param", "model", "settings"),
+    [
+        ("model", "sim:nope", {}),
+        ("device", "sim:count", {"device": "tpu"}),
+        ("device", "sim:count", {"device": "cpu"}),
+        ("device", "smollm2-135m", {"device": "sim"}),
+        ("max_model_len", "sim:count", {"max_model_len": 10**6}),
+        ("kv_cache_bytes", "sim:count", {"kv_cache_bytes": 1}),
+    ],
+)
+async def test_models_and_devices_that_do_not_go(
+    param: str, model: str, settings: dict[str, Any]
+) -> None:
+    """What loading finds wrong: ConfigError from open(), and the engine is not open."""
+    engine = Engine(model, **settings)
+    with pytest.raises(ConfigError) as caught:
+        await engine.open()
+    assert caught.value.param == param
+    with pytest.raises(EngineClosed):
+        _ = engine.generate("x")
+    await engine.aclose()
+
+
+# ── loops ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_case_57_notebook_cell() -> None:
+    """A running loop: `await aneuron.open(...)`, use in later calls, `await aclose()`."""
+    engine = await aneuron.open("sim:count", max_num_seqs=4)
+    ids = [token.token_id async for token in start(engine, 10, 3)]
+    assert ids == [11, 12, 13]
+    await engine.aclose()
+    await engine.aclose()
+    async with aneuron.open("sim:count") as engine:
+        assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]
+    assert_idle(engine)
+
+
+def test_case_58_run_twice() -> None:
+    """`asyncio.run(use(engine))` twice: it works, or says at once what is wrong."""
+    engine = Engine("sim:count")
+
+    async def enter() -> list[int]:
+        async with engine:
+            return (await start(engine, 10, 3)).token_ids
+
+    async def only_open() -> list[int]:
+        await engine.open()
+        return (await start(engine, 20, 3)).token_ids
+
+    async def only_use() -> None:
+        await start(engine, 20, 3)
+
+    assert asyncio.run(enter()) == asyncio.run(enter()) == [11, 12, 13]
+    # Never closed: the loop went, and the engine with it.
+    assert asyncio.run(only_open()) == asyncio.run(only_open()) == [21, 22, 23]
+    with pytest.raises(RuntimeError, match="belongs to the event loop"):
+        asyncio.run(only_use())
+    assert asyncio.run(enter()) == [11, 12, 13]
+
+
+ORPHANS: list[Any] = []
+
+
+def test_stream_of_a_loop_that_went_does_not_touch_the_next_engine() -> None:
+    """The loop is closed in the middle of a request; its stream is dropped under a new loop."""
+    engine = Engine("sim:count")
+    kept: list[TokenStream] = []
+
+    async def first() -> None:
+        await engine.open()
+        kept.append(start(engine, 10, 10_000))
+        await anext(kept[0])
+
+    async def second() -> list[int]:
+        async with asyncio.timeout(5), engine:
+            stream = start(engine, 500, 50)
+            await anext(stream)
+            kept.pop().cancel()
+            await asyncio.sleep(0)
+            return (await stream).token_ids
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(first())
+    ORPHANS.append(asyncio.all_tasks(loop))  # or gc would throw GeneratorExit into them
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()  # as a notebook's kernel does: nothing is cancelled
+    assert asyncio.run(second()) == after(500, 50)
+
+
+def test_case_60_no_loop_yet(tmp_path: Path) -> None:
+    """Import and use, plain and uvloop: no policy is set, no thread started by importing."""
+    code = """
+        import asyncio, threading, aneuron, aneuron.testing, aneuron.engine, uvloop
+
+        assert threading.active_count() == 1
+        assert asyncio.events._event_loop_policy is None
+        engine = aneuron.Engine("sim:count")
+        try:
+            engine.generate("x")
+        except aneuron.EngineClosed:
+            pass
+
+        async def main():
+            async with engine:
+                print((await engine.generate(prompt_token_ids=[1], max_tokens=3)).token_ids)
+
+        asyncio.run(main())
+        uvloop.run(main())
+        try:
+            engine.abort("x")
+        except RuntimeError as error:
+            print(error)
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if "aneuron" in name], names
+        """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    first, second, third = child.stdout.splitlines()
+    assert first == second == "[2, 3, 4]"
+    assert "inside a coroutine of the event loop" in third
+
+
+async def test_wrong_loop_and_no_loop() -> None:
+    """Calls from another loop, or from a thread without one: RuntimeError that says so."""
+    async with count_engine() as engine, no_leaks(engine):
+
+        async def use() -> None:
+            await start(engine)
+
+        def run() -> None:
+            asyncio.run(use())
+
+        with pytest.raises(RuntimeError, match="belongs to the event loop"):
+            await asyncio.to_thread(run)
+        for call in (lambda: start(engine), lambda: engine.abort("x")):
+            with pytest.raises(RuntimeError, match="inside a coroutine"):
+                await asyncio.to_thread(call)
+        assert engine.stats().steps == 0
+
+
+def calls(engine: Engine) -> Iterator[Any]:
+    yield lambda: engine.generate("x")
+    yield lambda: engine.chat([{"role": "user", "content": "x"}])
+    yield lambda: engine.generate_many(["x"])
+    yield lambda: engine.wait_idle().send(None)
+
+
+async def test_not_open_closed_and_open_again() -> None:
+    """Before open and after close: EngineClosed; open twice: RuntimeError; then open again."""
+    engine = Engine("sim:count", device="sim")
+    with pytest.raises(EngineClosed):
+        engine.stats()
+    await engine.aclose()  # never opened: no harm
+    for _ in range(2):
+        for call in calls(engine):
+            with pytest.raises(EngineClosed, match="not open"):
+                call()
+        async with engine:
+            with pytest.raises(RuntimeError, match="cannot be opened again"):
+                await engine.open()
+            stream = start(engine, 10, 3)
+            assert (await stream).token_ids == [11, 12, 13]
+            running = start(engine, 10, 10_000)
+            await anext(running)
+        assert (await running).abort_reason == "shutdown"
+        assert engine.stats().running == 0
+    assert isinstance(EngineClosed("x"), RuntimeError)
+
+
+async def test_closed_while_it_opens() -> None:
+    """aclose() while open() is loading: it returns, and the engine ends up closed."""
+    engine = Engine("sim:count")
+    opening = asyncio.create_task(engine.open())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await engine.aclose()
+        await asyncio.wait([opening])
+    if not opening.cancelled():
+        opening.exception()
+    with pytest.raises(EngineClosed):
+        _ = engine.generate("x")
+    await engine.aclose()
+
+
+class BrokenDevice(SimDevice):
+    """Cannot be started."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().start(loop)
+        raise OutOfMemory("no room for a queue")
+
+
+async def test_device_that_cannot_start() -> None:
+    """open() raises what the device's start raised; it does not hang."""
+    engine = Engine(Count(), device=BrokenDevice())
+    async with asyncio.timeout(5):
+        with pytest.raises(OutOfMemory, match="no room"):
+            await engine.open()
+        await engine.aclose()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_opening_cancelled(turns: int) -> None:
+    """open() cancelled at any loop turn: nothing runs, and it can be opened afterwards."""
+    engine = Engine("sim:count")
+    opening = asyncio.create_task(engine.open())
+    for _ in range(turns):
+        await asyncio.sleep(0.0005)
+    opening.cancel()
+    await asyncio.wait([opening])
+    if opening.cancelled():
+        await engine.open()
+    assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]
+    await engine.aclose()
+
+
+async def test_two_engines_in_one_loop() -> None:
+    """Two engines side by side: the same names, each exact, each closes alone."""
+    async with count_engine(latency=0.001) as one, sim_engine(Script(b"hello")) as two:
+        first = start(one, 10, request_id="x")
+        second = two.generate("?", request_id="x")
+        assert (await second).text == "hello"
+        await two.aclose()
+        assert (await first).token_ids == after(10, 50)
+
+
+async def test_case_76_idle_costs_nothing() -> None:
+    """2 s idle after a request: under 0.04 s of CPU; then the next one starts at once."""
+    idle_s = 0.2 if asyncio.get_running_loop().get_debug() else 2.0
+    async with count_engine() as engine:
+        await start(engine)
+        await engine.wait_idle()
+        before = time.process_time()
+        await asyncio.sleep(idle_s)
+        assert time.process_time() - before < 0.04
+        answer = await start(engine, 10, 2)
+        assert answer.timing.queued_s is not None
+        assert answer.timing.queued_s < 0.05
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────
+
+
+class Recorder(Count):
+    """Keeps the seed and temperature of every prefill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def next_ids(self, ids: Any, inputs: Any) -> Any:
+        if not inputs.is_decode:
+            rows = slice(inputs.num_reqs)
+            self.seen += zip(
+                inputs.seed[rows].tolist(), inputs.temperature[rows].tolist(), strict=True
+            )
+        return super().next_ids(ids, inputs)
+
+
+async def test_case_45_values_at_submit() -> None:
+    """One params object for 10 requests: it stays as it is, and later objects change nothing."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, stop=("#",), stop_token_ids=(9,))
+    before = replace(params)
+    async with count_engine(latency=0.001) as engine, no_leaks(engine):
+        streams = [engine.generate(prompt_token_ids=[100 * n], params=params) for n in range(10)]
+        with pytest.raises(FrozenInstanceError):
+            params.max_tokens = 1  # type: ignore[misc]
+        for n, stream in enumerate(streams):
+            count = 9 if n == 0 else 20
+            assert (await stream).token_ids == after(100 * n, count)
+        over = await engine.generate(prompt_token_ids=[50], params=params, max_tokens=2)
+        assert over.token_ids == [51, 52]
+    assert params == before
+
+
+async def test_prompt_is_taken_at_submit() -> None:
+    """The caller's list of ids, or of messages, may change right after the call."""
+    async with sim_engine(Count()) as engine, no_leaks(engine):
+        ids, array = [1, 2, 3], np.array([1, 2, 3], np.int32)
+        messages = [{"role": "user", "content": "abc"}]
+        streams = [engine.generate(prompt_token_ids=given, max_tokens=1) for given in (ids, array)]
+        chat = engine.chat(messages, max_tokens=1)
+        ids[-1] = array[-1] = 500
+        messages[0]["content"] = "a longer text"
+        messages.clear()
+        assert [(await stream).token_ids for stream in streams] == [[4], [4]]
+        assert (await chat).usage.prompt_tokens == len("user: abc\nassistant: ")
+
+
+async def test_seeds() -> None:
+    """A seed reaches the device as it is (modulo 2**64); without one, each draws its own."""
+    model = Recorder()
+    async with sim_engine(model) as engine, no_leaks(engine):
+        for seed in (42, 0, -1, 2**64 - 1, 2**63 - 1, -(2**63)):
+            await start(engine, 1, 1, seed=seed, temperature=0.5)
+        assert [seed for seed, _ in model.seen] == [42, 0, -1, -1, 2**63 - 1, -(2**63)]
+        model.seen.clear()
+        for _ in range(3):
+            await start(engine, 1, 1)
+        assert len({seed for seed, _ in model.seen}) == 3
+
+
+# ── chat, many, counts ──────────────────────────────────────────────────────────────────
+
+
+async def test_chat_on_the_byte_tokenizer() -> None:
+    """chat(): the rendered messages are the prompt, the answer is a stream like any."""
+    async with sim_engine(Script("Hé!".encode())) as engine, no_leaks(engine):
+        stream = engine.chat([{"role": "user", "content": "Hi"}], temperature=0.0)
+        pieces = [token.text async for token in stream]
+        answer = await stream
+        assert "".join(pieces) == answer.text == str(answer) == "Hé!"
+        assert answer.finish_reason == "stop"
+        assert answer.usage.prompt_tokens == len("user: Hi\nassistant: ")
+
+
+async def test_generate_many() -> None:
+    """Answers come as they finish, each with its prompt's index, all of them, texts and ids."""
+    async with count_engine(max_num_seqs=4) as engine, no_leaks(engine):
+        prompts: list[Any] = [[1000 * n] for n in range(29)] + ["A"]
+        answers = {}
+        async for index, answer in engine.generate_many(prompts, max_tokens=7):
+            assert index not in answers
+            answers[index] = answer.token_ids
+        assert sorted(answers) == list(range(30))
+        assert all(answers[n] == after(1000 * n, 7) for n in range(29))
+        assert answers[29] == after(65, 7)
+        assert [item async for item in engine.generate_many([])] == []
+
+
+async def test_generate_many_draws_prompts_as_it_goes() -> None:
+    """The window is bounded: an endless iterator of prompts is drawn from little by little."""
+    drawn = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield [drawn]
+
+    async with count_engine(max_num_seqs=2) as engine:
+        async with engine.generate_many(prompts(), max_tokens=2) as answers:
+            for count in range(1, 20):
+                await anext(answers)
+                assert drawn <= count + 2 * 2
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("bad", [[-5], "", [1] * 100])
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+async def test_generate_many_with_bad_prompts(bad: Any, max_num_seqs: int) -> None:
+    """Bad prompts further on: each raises its error, with a note; all others are answered."""
+    prompts: list[Any] = [[100 * n] for n in range(40)]
+    places = (17, 20, 21, 22, 39)
+    for place in places:
+        prompts[place] = bad
+    async with (
+        count_engine(max_num_seqs=max_num_seqs, max_model_len=64) as engine,
+        no_leaks(engine),
+    ):
+        many = engine.generate_many(prompts, max_tokens=3)
+        answers, notes = {}, []
+        while True:
+            try:
+                index, answer = await anext(many)
+            except StopAsyncIteration:
+                break
+            except AneuronError as error:
+                notes += error.__notes__
+            else:
+                answers[index] = answer.token_ids
+        assert sorted(notes) == sorted(f"prompt {n} of generate_many" for n in places)
+        assert answers == {n: after(100 * n, 3) for n in range(40) if n not in places}
+
+
+async def test_stats() -> None:
+    """Counts: before, during and after a few requests."""
+    async with count_engine(latency=0.001, max_num_seqs=2, num_kv_blocks=50) as engine:
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.steps, stats.free_blocks) == (0, 0, 0, 50)
+        assert stats.decode_async_share == 0.0
+        streams = [start(engine, 10, 20) for _ in range(4)]
+        assert engine.stats().waiting == 4
+        await anext(streams[0])
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.num_blocks) == (2, 2, 50)
+        assert stats.in_flight_steps <= 2
+        assert stats.free_blocks < 50
+        for stream in streams:
+            await stream
+        await engine.wait_idle()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.in_flight_steps) == (0, 0, 0)
+        assert (stats.prompt_tokens, stats.generation_tokens) == (4, 80)
+        assert stats.async_steps + stats.sync_fallback_steps == stats.steps
+        assert 0.5 < stats.decode_async_share <= 1.0
+        device = engine.device
+        assert isinstance(device, SimDevice)
+        assert device.num_steps == stats.steps
+        assert device.num_rows == 80
+
+
+async def test_wait_idle() -> None:
+    """wait_idle(): at once when idle, else when the last step has come back; for many waiters."""
+    async with count_engine(latency=0.002, tokenizer=ByteTokenizer()) as engine:
+        await engine.wait_idle()
+        stream = engine.generate("A", max_tokens=5)
+        waiters = [asyncio.create_task(engine.wait_idle()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        await asyncio.gather(*waiters[1:])
+        assert_idle(engine)
+        assert stream._request.is_finished
