@@ -8,6 +8,11 @@ from aneuron.testing import count_engine, no_leaks
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 async def my_app(engine: aneuron.Engine, start: int) -> list[int | None]:
     """Stands for your code: the simulated model COUNT says start + 1, start + 2, …"""
     return [
