@@ -123,6 +123,7 @@ class _Reporter:
     def __init__(self, model: str, *, quiet: bool) -> None:
         self._model = model
         self._quiet = quiet
+        self._is_terminal = sys.stderr.isatty()  # asked once: the bar puts a proxy there
         self._stage = ""
         self._bar: Bar | None = None
         self._is_over = False
@@ -142,7 +143,7 @@ class _Reporter:
         if self._quiet:
             return
         is_new, self._stage = stage != self._stage, stage
-        if sys.stderr.isatty():
+        if self._is_terminal:
             self._draw(done, total, is_new=is_new)
         elif is_new:
             size = "" if total is None else f" ({total / 1e6:.0f} MB)"
