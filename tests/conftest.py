@@ -19,11 +19,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # exceptions); an `asyncio-debug` variant of a test stays only in these files.
 DEBUG_MODE_FILES = {
     "test_adversity.py",
+    "test_bugs.py",
     "test_cancellation.py",
+    "test_cancellation_inside.py",
     "test_carry.py",
     "test_core.py",
     "test_engine.py",
     "test_flow.py",
+    "test_generate_many.py",
+    "test_loops.py",
     "test_futures.py",
     "test_runner.py",
     "test_stream.py",

@@ -13,25 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aneuron
-from aneuron import (
-    AneuronError,
-    Completion,
-    DeviceError,
-    DeviceLost,
-    EngineClosed,
-    InternalError,
-    LaunchFailed,
-    OutOfMemory,
-)
+from aneuron import Completion, DeviceError, DeviceLost, EngineClosed, LaunchFailed, OutOfMemory
 from aneuron.testing import (
-    ByteTokenizer,
     Count,
     Fault,
     SimDevice,
     assert_idle,
     count_engine,
     no_leaks,
-    sim_engine,
     wait_all_idle,
 )
 
@@ -389,116 +378,3 @@ async def test_case_92_inside_async_with() -> None:
         assert type(await outcome(start(engine, 1))) is DeviceLost
         await asyncio.sleep(0.01)
     assert not task.cancelling()
-
-
-# ── bugs, ours and others' ──────────────────────────────────────────────────────────────
-
-
-class Bug(Exception):
-    pass
-
-
-class Crashing(Count):
-    """Raises what no driver would, at the 5th step."""
-
-    steps = 0
-
-    def next_ids(self, ids: Any, inputs: Any) -> Any:
-        self.steps += 1
-        if self.steps == 5:
-            raise Bug("unexpected")
-        return super().next_ids(ids, inputs)
-
-
-@both_schedulings
-async def test_executable_with_a_bug(async_scheduling: bool) -> None:
-    """An unclassified exception of a program: DeviceLost, with it as the cause."""
-    async with sim_engine(Crashing(), async_scheduling=async_scheduling) as engine:
-        for error in await outcomes([start(engine, 1), start(engine, 2)]):
-            assert type(error) is DeviceLost
-            assert isinstance(error.__cause__, Bug)
-
-
-@both_schedulings
-@pytest.mark.parametrize(
-    "where", ["schedule", "update_from_output", "execute_model", "sample_tokens"]
-)
-async def test_a_bug_in_the_loops(
-    where: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loop of the engine crashes: InternalError with the cause for all; it closes."""
-    async with count_engine(async_scheduling=async_scheduling, max_num_seqs=2) as engine:
-        await assert_serves(engine)
-        core = engine._core
-        part = core.scheduler if where in ("schedule", "update_from_output") else core.runner
-
-        def crash(*_: object) -> None:
-            raise Bug(where)
-
-        streams = [start(engine, 1, 1000) for _ in range(3)]
-        await anext(streams[0])
-        monkeypatch.setattr(part, where, crash)
-        for error in await outcomes(streams):
-            assert type(error) is InternalError
-            assert isinstance(error.__cause__, Bug)
-        with pytest.raises(InternalError):
-            _ = start(engine, 1)
-        async with asyncio.timeout(5):
-            await engine.aclose()
-        monkeypatch.undo()
-        async with engine:
-            await assert_serves(engine)
-
-
-class BadTokenizer(ByteTokenizer):
-    """Raises when told to encode "bad", or to decode id 66."""
-
-    async def encode(self, text: str, **options: Any) -> Any:
-        if text == "bad":
-            raise Bug("encode")
-        return await super().encode(text, **options)
-
-    def decode_stream(self, prompt_ids: Any, *, skip_special_tokens: bool = True) -> Any:
-        if 65 in prompt_ids:
-            raise Bug("decode_stream")
-        return BadStream()
-
-
-class BadStream:
-    def step(self, token_id: int) -> str:
-        if token_id == 67:
-            raise Bug("step")
-        return chr(token_id)
-
-    def flush(self) -> str:
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options"),
-    [
-        ("bad", {}),
-        ("bad", {"stop": "x"}),
-        ("A", {}),  # when the text's decoder is made
-        ("A", {"stop": "x"}),
-        ("B", {}),  # at its first token
-        ("B", {"stop": "x"}),  # … inside the materializer
-    ],
-)
-async def test_tokenizer_with_a_bug(prompt: str, options: dict[str, Any]) -> None:
-    """A tokenizer that raises fails the one request; those beside it are exact."""
-    async with count_engine(tokenizer=BadTokenizer(), latency=0.001) as engine, no_leaks(engine):
-        beside = start(engine, 1000)
-        error = await outcome(engine.generate(prompt, max_tokens=5, **options))
-        assert isinstance(error, Bug) or type(error) is InternalError
-        assert isinstance(error, Bug) or isinstance(error.__cause__, Bug)
-        assert exact(await outcome(beside), 1000)
-
-
-async def test_tokenizer_with_a_bug_leaves_no_name(caplog: pytest.LogCaptureFixture) -> None:
-    """Its decoder cannot be made for ids with a stop string: that name is free again."""
-    async with count_engine(tokenizer=BadTokenizer()) as engine, no_leaks(engine):
-        for _ in range(2):
-            with pytest.raises((Bug, InternalError)):
-                await start(engine, 65, stop="x", request_id="a")
-        assert issubclass(InternalError, AneuronError)

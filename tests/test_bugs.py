@@ -1,0 +1,176 @@
+"""Bugs, ours and others': an executable, a loop, a tokenizer that raises."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aneuron import AneuronError, Completion, DeviceLost, InternalError
+from aneuron.testing import (
+    ByteTokenizer,
+    Count,
+    assert_idle,
+    count_engine,
+    no_leaks,
+    sim_engine,
+    wait_all_idle,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aneuron import Engine, TokenStream
+
+both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def nothing_unretrieved(caplog: pytest.LogCaptureFixture) -> Iterable[None]:
+    """asyncio logs no lost exception, whatever happens."""
+    yield
+    lost = [r for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]
+    assert not lost
+
+
+def start(engine: Engine, last: int, max_tokens: int = 40, **options: Any) -> TokenStream:
+    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
+
+
+async def outcome(stream: TokenStream) -> Completion | BaseException:
+    try:
+        async with asyncio.timeout(5):
+            return await stream
+    except BaseException as error:
+        return error
+
+
+async def outcomes(streams: Iterable[TokenStream]) -> list[Any]:
+    return await asyncio.gather(*map(outcome, streams))
+
+
+def exact(answer: Any, last: int, count: int = 40) -> bool:
+    return isinstance(answer, Completion) and answer.token_ids == list(
+        range(last + 1, last + 1 + count)
+    )
+
+
+async def assert_serves(engine: Engine) -> None:
+    """Later requests are served exact, and the pool is full behind them."""
+    streams = [start(engine, 1000 * n, 20) for n in range(1, 6)]
+    for n, answer in enumerate(await outcomes(streams), 1):
+        assert exact(answer, 1000 * n, 20), answer
+    await wait_all_idle(engine)
+    assert_idle(engine)
+
+
+class Bug(Exception):
+    pass
+
+
+class Crashing(Count):
+    """Raises what no driver would, at the 5th step."""
+
+    steps = 0
+
+    def next_ids(self, ids: Any, inputs: Any) -> Any:
+        self.steps += 1
+        if self.steps == 5:
+            raise Bug("unexpected")
+        return super().next_ids(ids, inputs)
+
+
+@both_schedulings
+async def test_executable_with_a_bug(async_scheduling: bool) -> None:
+    """An unclassified exception of a program: DeviceLost, with it as the cause."""
+    async with sim_engine(Crashing(), async_scheduling=async_scheduling) as engine:
+        for error in await outcomes([start(engine, 1), start(engine, 2)]):
+            assert type(error) is DeviceLost
+            assert isinstance(error.__cause__, Bug)
+
+
+@both_schedulings
+@pytest.mark.parametrize(
+    "where", ["schedule", "update_from_output", "execute_model", "sample_tokens"]
+)
+async def test_a_bug_in_the_loops(
+    where: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of the engine crashes: InternalError with the cause for all; it closes."""
+    async with count_engine(async_scheduling=async_scheduling, max_num_seqs=2) as engine:
+        await assert_serves(engine)
+        core = engine._core
+        part = core.scheduler if where in ("schedule", "update_from_output") else core.runner
+
+        def crash(*_: object) -> None:
+            raise Bug(where)
+
+        streams = [start(engine, 1, 1000) for _ in range(3)]
+        await anext(streams[0])
+        monkeypatch.setattr(part, where, crash)
+        for error in await outcomes(streams):
+            assert type(error) is InternalError
+            assert isinstance(error.__cause__, Bug)
+        with pytest.raises(InternalError):
+            _ = start(engine, 1)
+        async with asyncio.timeout(5):
+            await engine.aclose()
+        monkeypatch.undo()
+        async with engine:
+            await assert_serves(engine)
+
+
+class BadTokenizer(ByteTokenizer):
+    """Raises when told to encode "bad", or to decode id 66."""
+
+    async def encode(self, text: str, **options: Any) -> Any:
+        if text == "bad":
+            raise Bug("encode")
+        return await super().encode(text, **options)
+
+    def decode_stream(self, prompt_ids: Any, *, skip_special_tokens: bool = True) -> Any:
+        if 65 in prompt_ids:
+            raise Bug("decode_stream")
+        return BadStream()
+
+
+class BadStream:
+    def step(self, token_id: int) -> str:
+        if token_id == 67:
+            raise Bug("step")
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ("bad", {}),
+        ("bad", {"stop": "x"}),
+        ("A", {}),  # when the text's decoder is made
+        ("A", {"stop": "x"}),
+        ("B", {}),  # at its first token
+        ("B", {"stop": "x"}),  # … inside the materializer
+    ],
+)
+async def test_tokenizer_with_a_bug(prompt: str, options: dict[str, Any]) -> None:
+    """A tokenizer that raises fails the one request; those beside it are exact."""
+    async with count_engine(tokenizer=BadTokenizer(), latency=0.001) as engine, no_leaks(engine):
+        beside = start(engine, 1000)
+        error = await outcome(engine.generate(prompt, max_tokens=5, **options))
+        assert isinstance(error, Bug) or type(error) is InternalError
+        assert isinstance(error, Bug) or isinstance(error.__cause__, Bug)
+        assert exact(await outcome(beside), 1000)
+
+
+async def test_tokenizer_with_a_bug_leaves_no_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Its decoder cannot be made for ids with a stop string: that name is free again."""
+    async with count_engine(tokenizer=BadTokenizer()) as engine, no_leaks(engine):
+        for _ in range(2):
+            with pytest.raises((Bug, InternalError)):
+                await start(engine, 65, stop="x", request_id="a")
+        assert issubclass(InternalError, AneuronError)

@@ -1,0 +1,143 @@
+"""Many prompts in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aneuron import AneuronError, Engine
+from aneuron.testing import SimDevice, assert_idle, count_engine, no_leaks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aneuron import TokenStream
+
+both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
+
+
+def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
+    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
+
+
+def after(last: int, count: int) -> list[int]:
+    return list(range(last + 1, last + 1 + count))
+
+
+STEP_S = 0.005
+
+
+async def assert_idle_soon(engine: Engine, steps: int = 3) -> None:
+    """The engine is idle no later than `steps` engine steps on."""
+    before = device_of(engine).num_steps
+    await engine.wait_idle()
+    assert device_of(engine).num_steps - before <= steps
+    assert_idle(engine)
+
+
+def device_of(engine: Engine) -> SimDevice:
+    assert isinstance(engine.device, SimDevice)
+    return engine.device
+
+
+async def test_generate_many() -> None:
+    """Answers come as they finish, each with its prompt's index, all of them, texts and ids."""
+    async with count_engine(max_num_seqs=4) as engine, no_leaks(engine):
+        prompts: list[Any] = [[1000 * n] for n in range(29)] + ["A"]
+        answers = {}
+        async for index, answer in engine.generate_many(prompts, max_tokens=7):
+            assert index not in answers
+            answers[index] = answer.token_ids
+        assert sorted(answers) == list(range(30))
+        assert all(answers[n] == after(1000 * n, 7) for n in range(29))
+        assert answers[29] == after(65, 7)
+        assert [item async for item in engine.generate_many([])] == []
+
+
+async def test_generate_many_draws_prompts_as_it_goes() -> None:
+    """The window is bounded: an endless iterator of prompts is drawn from little by little."""
+    drawn = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield [drawn]
+
+    async with count_engine(max_num_seqs=2) as engine:
+        async with engine.generate_many(prompts(), max_tokens=2) as answers:
+            for count in range(1, 20):
+                await anext(answers)
+                assert drawn <= count + 2 * 2
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("bad", [[-5], "", [1] * 100])
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+async def test_generate_many_with_bad_prompts(bad: Any, max_num_seqs: int) -> None:
+    """Bad prompts further on: each raises its error, with a note; all others are answered."""
+    prompts: list[Any] = [[100 * n] for n in range(40)]
+    places = (17, 20, 21, 22, 39)
+    for place in places:
+        prompts[place] = bad
+    async with (
+        count_engine(max_num_seqs=max_num_seqs, max_model_len=64) as engine,
+        no_leaks(engine),
+    ):
+        many = engine.generate_many(prompts, max_tokens=3)
+        answers, notes = {}, []
+        while True:
+            try:
+                index, answer = await anext(many)
+            except StopAsyncIteration:
+                break
+            except AneuronError as error:
+                notes += error.__notes__
+            else:
+                answers[index] = answer.token_ids
+        assert sorted(notes) == sorted(f"prompt {n} of generate_many" for n in places)
+        assert answers == {n: after(100 * n, 3) for n in range(40) if n not in places}
+
+
+def lengths() -> list[list[int]]:
+    return [[1000 * n] for n in range(1, 21)]
+
+
+async def test_generate_many_closed_early() -> None:
+    """`async with` left after 2 answers: what ran is cancelled and its blocks are free."""
+    async with count_engine(latency=0.002, max_num_seqs=4) as engine:
+        async with engine.generate_many(lengths(), max_tokens=5) as answers:
+            for _ in range(2):
+                index, answer = await anext(answers)
+                assert answer.token_ids[0] == 1000 * (index + 1) + 1
+        assert_idle(engine)
+        with pytest.raises(StopAsyncIteration):
+            await anext(answers)
+        async for _ in engine.generate_many(lengths(), max_tokens=5):
+            break
+        await assert_idle_soon(engine)
+
+
+@pytest.mark.parametrize("where", ["waiting", "body"])
+async def test_generate_many_cancelled(where: str) -> None:
+    """Its consumer is cancelled, waiting or in the body: everything ends within 3 steps."""
+    async with count_engine(latency=STEP_S, max_num_seqs=4) as engine:
+        reached = asyncio.Event()
+
+        async def consume() -> None:
+            answers = engine.generate_many(lengths(), max_tokens=5)  # the frame keeps it
+            async for _ in answers:
+                reached.set()
+                if where == "body":
+                    await asyncio.sleep(60)
+
+        task = asyncio.create_task(consume())
+        await reached.wait()
+        await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        await assert_idle_soon(engine)
+        assert caught.traceback
