@@ -27,6 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aneuron.completions import CompletionStream
     from aneuron.engine import Engine
     from aneuron.engine import open_engine as open  # noqa: A004  `aneuron.open` is its name
     from aneuron.errors import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from aneuron.futures import DeviceFuture
     from aneuron.outputs import AbortReason, Completion, EngineStats, FinishReason, Token, Usage
     from aneuron.params import SamplingParams
-    from aneuron.stream import CompletionStream, TokenStream
+    from aneuron.stream import TokenStream
 
 __all__ = [
     "AbortReason",
@@ -87,7 +88,7 @@ _HOME = {
         ("AbortReason", "Completion", "EngineStats", "FinishReason", "Token", "Usage"),
         "aneuron.outputs",
     ),
-    "CompletionStream": "aneuron.stream",
+    "CompletionStream": "aneuron.completions",
     "DeviceFuture": "aneuron.futures",
     "Engine": "aneuron.engine",
     "SamplingParams": "aneuron.params",

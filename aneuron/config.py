@@ -55,7 +55,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 512
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -92,6 +92,11 @@ class EngineConfig:
             raise ConfigError(
                 "token_carry='host' is the synchronous baseline: pass async_scheduling=False",
                 param="token_carry",
+            )
+        if self.async_scheduling and self.max_in_flight_steps < 2:
+            raise ConfigError(
+                "with one step in flight nothing overlaps: pass async_scheduling=False",
+                param="max_in_flight_steps",
             )
         if not self.async_scheduling and self.token_carry == "handoff":
             raise ConfigError(

@@ -21,6 +21,7 @@ from aneuron.errors import (
     EngineClosed,
     InternalError,
     RequestError,
+    engine_failure,
 )
 from aneuron.kv_cache import KVCacheManager
 from aneuron.outputs import AbortReason, BreakStats, EngineStats, FinishReason
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aneuron.config import EngineConfig
+    from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
     from aneuron.outputs import SchedulerOutput
     from aneuron.runner import InFlightStep
@@ -104,17 +106,27 @@ class EngineCore:
         error: AneuronError = EngineClosed("the engine was closed")
         try:
             self.runner.device.start(asyncio.get_running_loop())
+        except Exception as fault:  # noqa: BLE001  whatever the driver raises
+            self._abandon(fault if isinstance(fault, AneuronError) else engine_failure(fault))
+            return
+        self.runner.model.in_use = True
+        try:
             await self.run()
         except AneuronError as failure:
             _logger.exception("the engine failed")
-            error = self.failure = failure
+            error = failure
         finally:
             # Also when the loop shuts down and cancels this task.
             self._abandon(error)
-            device_closed = self.runner.device.close()
+            device_closed = self.let_go()
         with suppress(TimeoutError):  # the device hangs: its thread is left behind
             async with asyncio.timeout_at(self._stop_deadline()):
                 await device_closed
+
+    def let_go(self) -> DeviceFuture:
+        """Free model and device for another engine; the future resolves at its thread's end."""
+        self.runner.model.in_use = False
+        return self.runner.device.close()
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""
@@ -124,7 +136,7 @@ class EngineCore:
 
     def _abandon(self, error: AneuronError) -> None:
         self.failure = error
-        self._started.set()  # it may never have come to that
+        self._started.set()  # it may not have come to that
         for request in list(self.requests.values()):
             if request.state is RequestState.NEW:
                 self._finish_new(request, FinishReason.ERROR, error=error.copy())
@@ -151,7 +163,7 @@ class EngineCore:
                 for task in self._tasks:
                     task.cancel()
         except ExceptionGroup as failures:
-            failure = _failure_of(failures)
+            failure = engine_failure(failures)
             raise failure from failure.__cause__  # never the group: it says nothing to a user
 
     def _start(self, group: asyncio.TaskGroup) -> None:
@@ -357,7 +369,11 @@ class EngineCore:
         while not self.is_idle:
             waiter = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(waiter)
-            await waiter
+            try:
+                await waiter
+            finally:
+                if waiter in self._idle_waiters:
+                    self._idle_waiters.remove(waiter)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts."""
@@ -381,16 +397,3 @@ class EngineCore:
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated + num_open,
         )
-
-
-def _failure_of(group: ExceptionGroup[Exception]) -> AneuronError:
-    """Return the one error to tell users: the device's, if it is one, else our own bug."""
-    _, rest = group.split(DeviceError)
-    error: BaseException = group if rest is None else rest
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, DeviceError):
-        return error
-    internal = InternalError(f"the engine failed: {type(error).__name__}: {error}")
-    internal.__cause__ = error
-    return internal

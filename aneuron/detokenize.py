@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
     from aneuron.params import SamplingParams
-    from aneuron.tokenizer import Ids, Tokenizer
+    from aneuron.prompt import Ids, Tokenizer
 
 __all__ = ["ByteStream", "Detokenizer", "HFStream", "StopSearch", "spell", "tail"]
 

@@ -13,30 +13,33 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from aneuron.completions import CompletionStream
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.detokenize import Detokenizer
 from aneuron.errors import EngineClosed, InvalidRequest
-from aneuron.models.loading import Loaded, load
+from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams
 from aneuron.prompt import (
     check_length,
+    check_vocabulary,
     tokenize,
     validate_messages,
     validate_text,
     validate_token_ids,
 )
 from aneuron.request import Request
-from aneuron.stream import CompletionStream, Consumers, StopWatch, TokenStream
+from aneuron.stream import Consumers, StopWatch, TokenStream
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Generator, Iterable, Sequence
 
     from aneuron.device import Device, Model
     from aneuron.models.catalog import Progress
     from aneuron.outputs import EngineStats, ModelSpec
-    from aneuron.tokenizer import Messages, Tokenizer
+    from aneuron.prompt import Messages, Tokenizer
 
 __all__ = ["Engine", "open_engine"]
 
@@ -64,7 +67,7 @@ class Engine:
             model (`sim:count`), or a model object.
         device: "auto", "cpu" or "sim", or a device object.
         async_scheduling: schedule one step ahead; False is the synchronous baseline.
-        token_carry: how tokens travel from step to step; see docs/flow.md.
+        token_carry: how tokens travel from step to step; see docs/async_scheduling.md.
         tokenizer: in place of the model's own.
         revision: of a Hugging Face id.
         progress: called as `progress(stage, done, total)` from a worker thread while the
@@ -82,7 +85,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Model,
+        model: str | os.PathLike[str] | Model,
         *,
         device: str | Device = "auto",
         async_scheduling: bool = True,
@@ -96,18 +99,19 @@ class Engine:
         self.config = EngineConfig.build(
             {"async_scheduling": async_scheduling, "token_carry": token_carry, **options}
         )
-        self._source = (model, device, revision, progress)
-        self._tokenizer = tokenizer
+        model, device = check_source(model, device)
+        self._load = partial(
+            load, model, device, self.config, tokenizer, revision=revision, progress=progress
+        )
+        name = model if isinstance(model, str) else model.spec.name
+        self._label = f"{name} on {device if isinstance(device, str) else device.name}"
         self._state = _State.NEW
         self._ids = count(1)
         self.consumers = Consumers()
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        model, device, *_ = self._source
-        name = model if isinstance(model, str) else model.spec.name
-        where = device if isinstance(device, str) else device.name
-        return f"<Engine {name} on {where}, {self._state.name.lower()}>"
+        return f"<Engine {self._label}, {self._state.name.lower()}>"
 
     # ── opening and closing ─────────────────────────────────────────────────────────────
 
@@ -116,14 +120,20 @@ class Engine:
 
         Raises:
             ConfigError: no such model or device, or they do not go together.
+            OutOfMemory: the KV pool does not fit.
+            EngineClosed: it was closed while it opened.
+            InternalError: the device did not start.
             RuntimeError: it is open already.
         """
         orphaned = self._supervisor is not None and self.loop.is_closed()
         if self._state not in (_State.NEW, _State.CLOSED) and not orphaned:
             raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
+        if orphaned:
+            _ = self._core.let_go()
+            self._supervisor = None
         self._state = _State.OPENING
         try:
-            self._start(await self._load())
+            self._start(await asyncio.to_thread(self._load))
             await self._core.wait_started()
             if self._state is not _State.OPENING:
                 raise EngineClosed("the engine was closed while it was opening")
@@ -135,12 +145,6 @@ class Engine:
             raise
         self._state = _State.OPEN
         return self
-
-    async def _load(self) -> Loaded:
-        model, device, revision, progress = self._source
-        return await asyncio.to_thread(
-            load, model, device, self.config, self._tokenizer, revision=revision, progress=progress
-        )
 
     def _start(self, loaded: Loaded) -> None:
         self.loop = asyncio.get_running_loop()
@@ -296,6 +300,7 @@ class Engine:
         param = "prompt" if isinstance(prompt, str) else "messages"
         check = partial(self._check_length, param=param)
         ids = await tokenize(self.tokenizer, prompt, check=check)
+        check_vocabulary(ids, vocab_size=self.spec.vocab_size, param=param)
         if not request.is_finished:
             self._watch(request, ids)
             self._core.admit(request, ids)
@@ -343,10 +348,6 @@ class Engine:
         """The device of the open engine."""
         return self._core.runner.device
 
-    def records(self) -> dict[str, int]:
-        """Return how many per-request records the engine keeps, by kind; all 0 when idle."""
-        return self._core.records()
-
     # ── checks ──────────────────────────────────────────────────────────────────────────
 
     def _check_length(self, num_tokens: int, *, param: str) -> None:
@@ -391,7 +392,7 @@ class _Opening:
         await self._engine.aclose()
 
 
-def open_engine(model: str | Model, **options: Any) -> _Opening:
+def open_engine(model: str | os.PathLike[str] | Model, **options: Any) -> _Opening:
     """Open an engine: `engine = await aneuron.open(...)`, or `async with aneuron.open(...)`.
 
     Awaited, close it with `await engine.aclose()`. Arguments and errors are `Engine`'s.

@@ -34,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "Overloaded",
     "RequestError",
+    "engine_failure",
 ]
 
 
@@ -145,3 +146,22 @@ class InternalError(AneuronError):
     """A bug of aneuron; please report it with the traceback of its cause."""
 
     code = "internal_error"
+
+
+def engine_failure(error: BaseException) -> AneuronError:
+    """Return the one typed error to tell users for what ended the engine.
+
+    Of a group, the device's fault is what counts; anything that is not the device's doing
+    is our bug.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        faults, _ = error.split(DeviceError)
+        found: BaseException = error if faults is None else faults
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        return engine_failure(found)
+    if isinstance(error, DeviceError):
+        return error
+    internal = InternalError(f"the engine failed: {type(error).__name__}: {error}")
+    internal.__cause__ = error
+    return internal

@@ -123,9 +123,7 @@ class Request:
         """Record the end; the caller sees to slot and blocks."""
         self.state = RequestState.FINISHED
         self.finish_reason = reason
-        self.stop_reason = stop_reason
-        self.abort_reason = abort_reason
-        self.error = error
+        self.stop_reason, self.abort_reason, self.error = stop_reason, abort_reason, error
         self.finished_s = now_s
         self.notify()
         for callback in self.on_finish:
@@ -140,9 +138,7 @@ class Request:
         error: AneuronError | None = None,
     ) -> None:
         """Let what the very last token's text showed win over an end by length."""
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-        self.error = error
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
     def release(self) -> None:
         """Record that it holds nothing any more, and wake who waits for that."""
@@ -176,4 +172,8 @@ class Request:
         if not self.is_released:
             waiter = loop.create_future()
             self._release_waiters.append(waiter)
-            await waiter
+            try:
+                await waiter
+            finally:
+                if waiter in self._release_waiters:
+                    self._release_waiters.remove(waiter)

@@ -197,6 +197,6 @@ class ModelRunner:
 
 
 def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
-    from aneuron.models.host_sampling import sample_on_host  # torch, only where needed
+    from aneuron.models.sampler import sample_on_host  # torch, only where needed
 
     return sample_on_host(logits, inputs)

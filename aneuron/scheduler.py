@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
-_NO_BLOCKS = np.zeros(0, np.int32)
+_NO_UPDATES = (np.zeros(0, np.int32),) * 3
+# Padded query positions of a prefill, per token of the budget. Attention pads every row to
+# the longest: one long prompt beside many short ones would cost that many long ones.
+_MAX_PADDING = 2
 
 
 class Scheduler:
-    """Continuous batching: requests join and leave between steps.
+    """Continuous batching, first come, first served.
 
     Prefill and decode are separate steps and take turns, so a stream gets a token at least
-    every second step while prompts are computed. First come, first served.
+    every second step while prompts are computed.
     """
 
     def __init__(
@@ -130,8 +133,7 @@ class Scheduler:
 
     def take_removed(self) -> tuple[int, ...]:
         """Return the slots that left the batch since the last plan, and forget them."""
-        removed = tuple(self._removed)
-        self._removed.clear()
+        removed, self._removed = tuple(self._removed), []
         return removed
 
     # ── schedule ────────────────────────────────────────────────────────────────────────
@@ -152,15 +154,16 @@ class Scheduler:
         budget -= sum(counts)
         new: list[NewRequest] = []
         while budget > 0 and (request := self._admissible()) is not None:
-            entry = self._admit(request)
-            new.append(entry)
-            slots.append(entry.slot)
-            counts.append(min(budget, len(entry.token_ids)))
-            budget -= counts[-1]
+            count = min(budget, request.prompt_len + len(request.output_ids))
+            if not self._packs(counts, count):
+                break
+            new.append(self._admit(request))
+            slots.append(new[-1].slot)
+            counts.append(count)
+            budget -= count
         if not slots:
             return None
-        slot_array = np.array(slots, np.int32)
-        count_array = np.array(counts, np.int32)
+        slot_array, count_array = np.array(slots, np.int32), np.array(counts, np.int32)
         self._computed[slot_array] += count_array
         last = self._computed[slot_array] >= self._prefill_end[slot_array]
         self._pending[slot_array[last]] += 1  # a chunk that is not the last gives no token
@@ -172,13 +175,18 @@ class Scheduler:
         counts: list[int] = []
         order = self._order_array
         for slot in order[self._computed[order] < self._prefill_end[order]].tolist():
-            if budget <= 0:
-                break
             count = min(budget, int(self._prefill_end[slot] - self._computed[slot]))
+            if not count or not self._packs(counts, count):
+                break
             slots.append(slot)
             counts.append(count)
             budget -= count
         return slots, counts
+
+    def _packs(self, counts: list[int], count: int) -> bool:
+        """Whether one more row of `count` tokens goes well with the others of a prefill."""
+        padded = (len(counts) + 1) * max(*counts, count) if counts else 0
+        return padded <= _MAX_PADDING * self.max_num_batched_tokens
 
     def _admissible(self) -> Request | None:
         """Return the request that is next in line, if it can be admitted now."""
@@ -243,9 +251,7 @@ class Scheduler:
         if not ready.all():
             slots = slots[ready]
         short = slots[self._computed[slots] >= self.kv.num_held[slots] * self.kv.block_size]
-        updates = (_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
-        if short.size:
-            slots, updates = self._grow(slots, short)
+        slots, updates = self._grow(slots, short) if short.size else (slots, _NO_UPDATES)
         if not slots.size:
             return None
         self._computed[slots] += 1
@@ -256,9 +262,9 @@ class Scheduler:
         self, slots: np.ndarray, short: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Give each short row its next block; rows that get none sit this step out."""
-        if self._make_room(len(short)):
-            slots = slots[np.isin(slots, self._order_array)]
-            short = short[np.isin(short, self._order_array)]
+        self._make_room(len(short))
+        slots = slots[np.isin(slots, self._order_array)]  # less the preempted
+        short = short[np.isin(short, self._order_array)]
         grown: dict[int, tuple[int, int]] = {}
         for slot in short.tolist():
             column = int(self.kv.num_held[slot])
@@ -269,16 +275,13 @@ class Scheduler:
         columns = np.array(list(grown.values()), np.int32).reshape(-1, 2)
         return slots, (np.array(list(grown), np.int32), columns[:, 0], columns[:, 1])
 
-    def _make_room(self, wanted: int) -> bool:
+    def _make_room(self, wanted: int) -> None:
         """Preempt, latest first, until free blocks and those that come free suffice.
-
-        Returns whether anybody was preempted.
 
         Blocks of requests that left while a step holds them come free with that step:
         waiting for it is cheaper than recomputing one more request. A lone request is
         never preempted, since the length limit lets it fit.
         """
-        before = self.num_preemptions
         coming = int(self.kv.num_held[self._leaving].sum()) if self._num_leaving else 0
         while self.kv.num_free + coming < wanted and len(self._order) > 1:
             victim = self._request_of[self._order[-1]]
@@ -289,7 +292,6 @@ class Scheduler:
                 wanted -= 1
             coming += int(self.kv.num_held[slot]) if self._held[slot] else 0
             self._preempt(victim)
-        return self.num_preemptions > before
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -305,7 +307,7 @@ class Scheduler:
         *,
         is_decode: bool,
         new: tuple[NewRequest, ...] = (),
-        updates: tuple[np.ndarray, np.ndarray, np.ndarray] = (_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS),
+        updates: tuple[np.ndarray, np.ndarray, np.ndarray] = _NO_UPDATES,
     ) -> SchedulerOutput:
         self._held[slots] += 1
         self._step_id += 1
@@ -325,7 +327,8 @@ class Scheduler:
         if not plan.is_decode:
             now_s = self.clock()
             for request in updated:
-                request.first_token_s = request.first_token_s or now_s
+                if request.first_token_s is None:
+                    request.first_token_s = now_s
         hit = tokens == self._stop_ids[slots].T
         stopped = hit.any(axis=0) & (self._known[slots] >= self._min_known[slots])
         ended = stopped | (self._known[slots] >= self._limit[slots])
@@ -346,7 +349,7 @@ class Scheduler:
 
     def _end(self, slot: int, token: int, *, stopped: bool) -> None:
         request = self._request_of[slot]
-        if request is None:
+        if request is None or request.is_finished:  # a surplus row: its end stands
             return
         named = token in request.params.stop_token_ids
         request.last_is_end_id = stopped

@@ -1,7 +1,7 @@
-"""What a user holds of a request: `TokenStream`, and `CompletionStream` for many prompts.
+"""What a user holds of a request: the `TokenStream`.
 
-Comes in: the columns that the engine writes to a `Request`. Goes out: `Token` items and
-`Completion`s. Runs in the consumer's task; a slow or absent consumer costs the engine
+Comes in: the columns that the engine writes to a `Request`. Goes out: `Token` items and a
+`Completion`. Runs in the consumer's task; a slow or absent consumer costs the engine
 nothing, since unread tokens are ids in a column and become text when they are read.
 """
 
@@ -12,16 +12,16 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aneuron.detokenize import Detokenizer
-from aneuron.errors import AneuronError, RequestError
+from aneuron.errors import AneuronError, InternalError
 from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Generator
 
+    from aneuron.prompt import Tokenizer
     from aneuron.request import Request
-    from aneuron.tokenizer import Tokenizer
 
-__all__ = ["CompletionStream", "Consumers", "StopWatch", "StreamOwner", "TokenStream"]
+__all__ = ["Consumers", "StopWatch", "StreamOwner", "TokenStream"]
 
 _YIELD_EVERY = 64  # ready tokens that a stream gives before it lets others run
 
@@ -52,8 +52,18 @@ class StopWatch:
 
     def feed(self, token_id: int) -> str | None:
         """Take one token; return the stop string that it completed, if any."""
-        self.texts.append(self.detokenizer.feed(token_id))
+        self.texts.append("")  # also if decoding fails: one text a token
+        self.texts[-1] = self.detokenizer.feed(token_id)
         return self.detokenizer.stop_match
+
+
+class Consumable(Protocol):
+    """A stream that one task at a time consumes."""
+
+    consumer: weakref.ref[asyncio.Task[Any]] | None
+
+    def cancel(self) -> None:
+        """End it, now."""
 
 
 class Consumers:
@@ -66,11 +76,11 @@ class Consumers:
 
     def __init__(self) -> None:
         """Follow nobody yet."""
-        self._streams: weakref.WeakKeyDictionary[
-            asyncio.Task[Any], weakref.WeakSet[TokenStream | CompletionStream]
-        ] = weakref.WeakKeyDictionary()
+        self._streams: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.WeakSet[Consumable]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def follow(self, stream: TokenStream | CompletionStream) -> None:
+    def follow(self, stream: Consumable) -> None:
         """Note that the current task consumes `stream` from now on."""
         task = asyncio.current_task()
         if task is None or (stream.consumer is not None and stream.consumer() is task):
@@ -102,6 +112,7 @@ class TokenStream:
         RequestError: the prompt was empty, too long, or malformed.
         DeviceError: a step of this request failed, or the device was lost.
         EngineClosed: the engine closed underneath.
+        InternalError: a bug of aneuron or of the tokenizer.
         RuntimeError: a second task consumes it at the same time.
     """
 
@@ -115,6 +126,7 @@ class TokenStream:
         self._num_ready = 0
         self._ended = False
         self._is_whole = False  # the pieces of an aborted answer hold its unread text, too
+        self._fault: AneuronError | None = None
         self._busy = False
         self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
 
@@ -134,13 +146,14 @@ class TokenStream:
     async def __anext__(self) -> Token:
         """Return the next token; cancelling the waiting task cancels the request."""
         self._claim()
+        if self._num_ready == _YIELD_EVERY:  # before a token is taken: none is lost here
+            self._num_ready = 0
+            await asyncio.sleep(0)
         while (token := self._next_ready()) is None:
             if self._ended:
                 raise StopAsyncIteration
             await self._wait(end_only=False)
         self._num_ready += 1
-        if self._num_ready % _YIELD_EVERY == 0:
-            await asyncio.sleep(0)
         return token
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -150,13 +163,27 @@ class TokenStream:
         self._claim()
         while not self._request.is_finished:
             await self._wait(end_only=True)
-        error = self._request.error
+        error = self._fault or self._request.error
         if error is not None:
             self._ended = True
             raise error.copy()
         async for _ in self:
             pass
+        if self._request.finish_reason is FinishReason.ABORT:
+            await self._read_what_an_abort_left()
         return self._completion()
+
+    async def _read_what_an_abort_left(self) -> None:
+        """Turn unread tokens into text: they are no items any more, but in the completion."""
+        request = self._request
+        while self._num_read < len(request.output_ids):
+            self._pieces.append(self._text(self._num_read, request.output_ids[self._num_read]))
+            self._num_read += 1
+            if self._num_read % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        if not self._is_whole:
+            self._is_whole = True
+            self._pieces.append(self._text_source().flush())
 
     async def _wait(self, *, end_only: bool) -> None:
         self._busy = True
@@ -174,8 +201,22 @@ class TokenStream:
         self._owner.consumers.follow(self)
 
     def _next_ready(self) -> Token | None:
+        try:
+            return self._take()
+        except AneuronError:
+            raise
+        except Exception as fault:  # a tokenizer's bug ends its own stream
+            self._fault = InternalError(f"decoding failed: {fault}")
+            self._fault.__cause__ = fault
+            self._ended = True
+            self.cancel()
+            raise self._fault.copy() from fault
+
+    def _take(self) -> Token | None:
         request = self._request
         index, ids, reason = self._num_read, request.output_ids, request.finish_reason
+        if self._ended:
+            return None
         if index < len(ids) and reason is not FinishReason.ABORT:
             self._num_read += 1
             if index + 1 == len(ids) and reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -183,7 +224,7 @@ class TokenStream:
             text = self._text(index, ids[index])
             self._pieces.append(text)
             return Token(text, ids[index], index)
-        if reason is None or self._ended:
+        if reason is None:
             return None
         if request.error is not None:
             self._ended = True
@@ -227,11 +268,6 @@ class TokenStream:
     def _completion(self) -> Completion:
         request = self._request
         assert request.finish_reason is not None
-        if request.finish_reason is FinishReason.ABORT and not self._is_whole:
-            unread = range(self._num_read, len(request.output_ids))
-            self._pieces += [self._text(at, request.output_ids[at]) for at in unread]
-            self._pieces.append(self._text_source().flush())
-            self._is_whole = True
         choice = Choice(
             0,
             "".join(self._pieces),
@@ -286,91 +322,3 @@ def _timing(request: Request) -> Timing:
     return Timing(
         since_arrival(request.first_scheduled_s), since_arrival(request.first_token_s), total_s
     )
-
-
-class CompletionStream:
-    """Answers to many prompts, each as it is finished: `(index of the prompt, Completion)`.
-
-    A bounded number of prompts is submitted at a time. A prompt that is refused, or an
-    answer that failed, raises its error from iteration in its turn, with the note which
-    prompt it was; iterating on goes on with the others. Leaving early, closing or dropping
-    it cancels what runs.
-    """
-
-    def __init__(
-        self,
-        prompts: Iterable[Any],
-        submit: Callable[[Any], TokenStream],
-        consumers: Consumers,
-        *,
-        window: int,
-    ) -> None:
-        """Made by `Engine.generate_many`."""
-        self._consumers = consumers
-        self._prompts = enumerate(prompts)
-        self._submit = submit
-        self._running: dict[int, TokenStream | AneuronError] = {}
-        self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
-        self._finished: asyncio.Queue[int] = asyncio.Queue()
-        for _ in range(window):
-            self._submit_next()
-
-    def _submit_next(self) -> None:
-        entry = next(self._prompts, None)
-        if entry is None:
-            return
-        index, prompt = entry
-        try:
-            stream = self._running[index] = self._submit(prompt)
-        except AneuronError as error:  # an answer, too: it comes in its turn
-            if not isinstance(error, RequestError):
-                self._prompts = enumerate(())  # the engine is over: draw no more
-            self._running[index] = error
-            self._finished.put_nowait(index)
-            return
-        finished = self._finished
-        stream._request.on_finish.append(lambda _: finished.put_nowait(index))  # noqa: SLF001
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> tuple[int, Completion]:
-        """Return the next finished answer."""
-        if not self._running:
-            raise StopAsyncIteration
-        self._consumers.follow(self)
-        try:
-            index = await self._finished.get()
-            answer = self._running.pop(index)
-            self._submit_next()
-            if isinstance(answer, AneuronError):
-                raise answer
-            return index, await answer
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        except AneuronError as error:
-            error.add_note(f"prompt {index} of generate_many")
-            raise
-
-    def cancel(self) -> None:
-        """Cancel what runs, now."""
-        self._cancel_all()
-
-    def _cancel_all(self) -> list[TokenStream]:
-        streams = [item for item in self._running.values() if isinstance(item, TokenStream)]
-        self._running.clear()
-        for stream in streams:
-            stream.cancel()
-        return streams
-
-    async def aclose(self) -> None:
-        """Cancel what runs, and wait until its blocks are free."""
-        for stream in self._cancel_all():
-            await stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()

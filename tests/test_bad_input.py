@@ -71,7 +71,7 @@ async def test_bad_requests_are_refused_at_the_call() -> None:
             assert caught.value.param == param, options
             assert isinstance(caught.value, ValueError)
             stats = engine.stats()
-            assert (stats.running, stats.waiting, engine.records()["names"]) == (1, 0, 1)
+            assert (stats.running, stats.waiting, engine._core.records()["names"]) == (1, 0, 1)
         for messages in ([], "hi", [{"role": "user"}], [{"content": "x"}], [5], None):
             with pytest.raises(InvalidRequest) as caught:
                 _ = engine.chat(messages)  # type: ignore[arg-type]

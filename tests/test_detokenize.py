@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from aneuron.detokenize import Detokenizer, StopSearch
+from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
 from aneuron.params import SamplingParams
-from aneuron.tokenizer import ByteTokenizer, HFTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from aneuron.tokenizer import Tokenizer as AnyTokenizer
+    from aneuron.prompt import Tokenizer as AnyTokenizer
 
 BYTE = ByteTokenizer()
 WORDS = ["▁", "▁leading", "▁x", "▁I", "▁am", "▁here", "▁Hi", "ing", "�"]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aneuron.errors import ContextTooLong, InvalidRequest
+from aneuron.models.tokenizer import ByteTokenizer
 from aneuron.prompt import check_length, tokenize, validate_text, validate_token_ids
-from aneuron.tokenizer import ByteTokenizer
 
 LONG = 2**70
 

@@ -47,6 +47,7 @@ class Model(Protocol):
     """Loaded weights and their executables."""
 
     spec: ModelSpec
+    in_use: bool  # an open engine runs it: one engine at a time
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool: `num_blocks` blocks and the null block before them."""
@@ -61,7 +62,11 @@ class Device(Protocol):
     name: str
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind to the loop that futures resolve on, and start the device's threads."""
+        """Bind to the loop that futures resolve on, and start the device's threads.
+
+        Raises:
+            ConfigError: another engine has it open.
+        """
 
     def launch(self, executable: Executable, inputs: ModelInput) -> DeviceFuture:
         """Queue a program and return the future of its sampled ids at once.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from aneuron.device.thread import Job, QueueFull, ThreadDevice
 from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
@@ -19,8 +21,6 @@ from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
-
-    import numpy as np
 
     from aneuron.outputs import ModelInput
 
@@ -186,8 +186,8 @@ class SimDevice(ThreadDevice):
 
 
 def _fingerprint(inputs: ModelInput) -> int:
-    columns = (inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_table)
-    return hash(tuple(column.tobytes() for column in columns))
+    columns = (getattr(inputs, field.name) for field in fields(inputs))
+    return hash(tuple(one.tobytes() for one in columns if isinstance(one, np.ndarray)))
 
 
 def _sleep_until(when_s: float) -> None:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from aneuron.errors import DeviceError, DeviceLost
+from aneuron.errors import ConfigError, DeviceError, DeviceLost
 from aneuron.futures import DeviceFuture
 
 if TYPE_CHECKING:
@@ -64,13 +64,15 @@ class ThreadDevice:
         """Make the queue; `start` makes the thread."""
         self._jobs: SimpleQueue[Job | DeviceFuture] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lost: DeviceError | None = None
+        self._in_use = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the launch thread; a daemon, so a hanging device never keeps a process."""
+        if self._in_use:
+            raise ConfigError(f"another engine has device {self.name} open", param="device")
+        self._in_use = True
         self._loop = loop
         self._jobs = SimpleQueue()  # one that hung before may still wait on the old one
-        self._lost = None
         args = (self._jobs,)
         name = f"aneuron-{self.name}"
         threading.Thread(target=self._run, args=args, name=name, daemon=True).start()
@@ -92,6 +94,7 @@ class ThreadDevice:
         """End the thread once the queue is empty; see `Device.close`."""
         future = self._future((), "none")
         self._jobs.put(future)
+        self._in_use = False
         return future
 
     def _future(self, shape: tuple[int, ...], dtype: str) -> DeviceFuture:
@@ -101,29 +104,31 @@ class ThreadDevice:
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
     def _run(self, jobs: SimpleQueue[Job | DeviceFuture]) -> None:
+        lost: DeviceLost | None = None  # of this thread's life only
         while True:
             job = jobs.get()
             if isinstance(job, DeviceFuture):
                 job.post(None)
                 return
-            self._run_job(job)
+            fault = self._run_job(job, lost)
+            if isinstance(fault, DeviceLost):
+                lost = fault
             # Idle, the thread must not keep the last step's tensors.
             del job
 
-    def _run_job(self, job: Job) -> None:
+    def _run_job(self, job: Job, lost: DeviceLost | None) -> DeviceError | None:
         future = job.future
         try:
-            if self._lost is not None:
-                raise self._lost
+            if lost is not None:
+                raise lost
             value = self._execute_until_accepted(job)
         except Exception as error:  # noqa: BLE001  whatever the driver raises is classified
             fault = self._fault(error)
-            if isinstance(fault, DeviceLost):
-                self._lost = fault
             future.device_error = fault
             future.post(None, fault)
-        else:
-            future.post(value)
+            return fault
+        future.post(value)
+        return None
 
     def _execute_until_accepted(self, job: Job) -> Any:
         while True:

@@ -41,6 +41,8 @@ class TorchModel:
             empty before `allocate_kv`.
     """
 
+    in_use = False
+
     def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
         self.spec = spec
         self.config = decoder.config

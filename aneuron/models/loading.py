@@ -6,13 +6,14 @@ an opened device. Blocking (files, weights): the engine calls it in a worker thr
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aneuron.device import open_device
 from aneuron.errors import ConfigError
 from aneuron.models.simulated import SimModel, simulated_model
-from aneuron.tokenizer import ByteTokenizer, HFTokenizer
+from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from aneuron.config import EngineConfig
     from aneuron.device import Device, Model
     from aneuron.models.catalog import Progress
-    from aneuron.tokenizer import Tokenizer
+    from aneuron.prompt import Tokenizer
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "check_source", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def load(
             model = simulated_model(model)
         else:
             model, path = _load_torch(model, config, revision, progress)
+    if model.in_use:
+        raise ConfigError("another engine has this model object open", param="model")
     _check_sampling(model, opened, config)
     if tokenizer is None:
         tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
@@ -86,6 +89,23 @@ def _length_limit(model: Model, config: EngineConfig) -> int:
             )
         limit = config.max_model_len
     return limit
+
+
+def check_source(
+    model: str | os.PathLike[str] | Model, device: str | Device
+) -> tuple[str | Model, str | Device]:
+    """Return model and device as `load` takes them.
+
+    Raises:
+        ConfigError: one is of a wrong type.
+    """
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, str) and not hasattr(model, "executable"):
+        raise ConfigError(f"model must be a name or a path, not {model!r}", param="model")
+    if not isinstance(device, str) and not hasattr(device, "launch"):
+        raise ConfigError(f"device must be a name, not {device!r}", param="device")
+    return model, device
 
 
 def _open_device(model: str | Model, device: str | Device) -> Device:

@@ -7,9 +7,16 @@ row by row, so a row's id does not depend on its neighbours or on padding.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-__all__ = ["greedy", "sample", "uniform"]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from aneuron.outputs import ModelInput
+
+__all__ = ["greedy", "sample", "sample_on_host", "uniform"]
 
 # SplitMix64's constants as signed numbers: torch's int64 multiplication wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -132,3 +139,29 @@ def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     ids = torch.searchsorted(running, target, right=True).squeeze(-1)
     # Only a row of NaN gets past the end.
     return ids.clamp(max=weights.shape[-1] - 1).to(torch.int32)
+
+
+def sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
+    """Sample for a device whose executables return logits.
+
+    Args:
+        logits: float32 [n, V], n at most the rows of the launch.
+        inputs: the launch that gave them.
+
+    Returns:
+        int32 [n].
+    """
+    columns = (
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        inputs.seed,
+        inputs.context_lens - 1,
+    )
+    temperature, top_k, top_p, min_p, seed, position = (
+        torch.from_numpy(column[: len(logits)]) for column in columns
+    )
+    ids = sample(torch.from_numpy(logits), temperature, top_k, top_p, min_p, seed, position)
+    sampled: np.ndarray = ids.numpy()
+    return sampled

@@ -51,6 +51,7 @@ class SimModel:
     """
 
     name = "sim"
+    in_use = False
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class Const(SimModel):
         rows = inputs.num_rows
         if inputs.all_greedy:
             return np.full(rows, self.logits.argmax())
-        from aneuron.models.host_sampling import sample_on_host  # torch, only where needed
+        from aneuron.models.sampler import sample_on_host  # torch, only where needed
 
         return sample_on_host(np.tile(self.logits, (rows, 1)), inputs)
 

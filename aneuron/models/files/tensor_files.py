@@ -162,6 +162,8 @@ class _Directory:
             layout = _SCALARS[kind]
             taken = self._take(length * struct.calcsize("<" + layout))
             return list(struct.unpack(f"<{length}{layout}", taken))
+        if kind == _ARRAY:
+            raise ValueError("it holds an array of arrays")
         return [self._value(kind) for _ in range(length)]
 
     def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:

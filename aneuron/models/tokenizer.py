@@ -1,4 +1,4 @@
-"""Text ↔ ids: what a tokenizer must offer, and the two that ship.
+"""Text ↔ ids: the two tokenizers that ship.
 
 Comes in: a prompt's text or messages, later one token id at a time. Goes out: int32 ids,
 later the text that each id completes. `encode` is awaited by the task that admits a
@@ -9,36 +9,24 @@ that publishes tokens, once per token, and never waits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from aneuron.detokenize import ByteStream, HFStream, spell, tail
 from aneuron.errors import ConfigError, InvalidRequest
-from aneuron.prompt import validate_messages
+from aneuron.prompt import Check, Ids, Messages, StreamDecoder, validate_messages
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import tokenizers
 
-__all__ = [
-    "ByteTokenizer",
-    "Check",
-    "HFTokenizer",
-    "Ids",
-    "Messages",
-    "StreamDecoder",
-    "Tokenizer",
-]
+__all__ = ["ByteTokenizer", "HFTokenizer"]
 
-Ids = Sequence[int] | npt.NDArray[np.integer]
-Messages = Sequence[Mapping[str, Any]]
-Check = Callable[[int], None]
-
-_MAX_RENDERED_CHARS = 16 * 2**20
+_MAX_RENDERED_CHARS = 2**21
 
 # What untrusted template code may raise in the sandbox, beside jinja2's own errors.
 _TEMPLATE_FAULTS = (
@@ -49,59 +37,6 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
-
-
-class StreamDecoder(Protocol):
-    """Turns ids into text one by one; made by `Tokenizer.decode_stream`."""
-
-    def step(self, token_id: int) -> str | None:
-        """Return the text that this id completes, or None where it completes none."""
-
-    def flush(self) -> str:
-        """Return what incomplete characters are held back, as `decode` spells them."""
-
-
-class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer.
-
-    Attributes:
-        eos_token_ids: the ids that end an answer, as far as the tokenizer knows.
-        vocab_size: how many ids there are.
-    """
-
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-
-    async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
-        """Return the ids of a plain prompt, with the special tokens it starts with.
-
-        `check` is called with their number before they are copied out, and may raise.
-        """
-
-    async def encode_rendered(
-        self, text: str, *, check: Check | None = None
-    ) -> npt.NDArray[np.int32]:
-        """Return the ids of a rendered chat, which carries its special tokens as text."""
-
-    def render_chat(
-        self, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs: Any
-    ) -> str:
-        """Return the prompt text for a conversation.
-
-        Raises:
-            InvalidRequest: the messages are malformed, or there is no template for them.
-        """
-
-    def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of whole ids; broken characters become U+FFFD."""
-
-    def decode_stream(self, prompt_ids: Ids, *, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Return a decoder of the ids that follow `prompt_ids`.
-
-        The joined text is `decode(prompt + new)` less what it has in common with
-        `decode(prompt)`: where the prompt ends inside a character that the new ids
-        complete, that character counts as new.
-        """
 
 
 class HFTokenizer:

@@ -15,12 +15,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from aneuron.errors import ConfigError, InvalidRequest
-from aneuron.tokenizer import ByteTokenizer, HFTokenizer
+from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aneuron.tokenizer import Tokenizer as AnyTokenizer
+    from aneuron.prompt import Tokenizer as AnyTokenizer
 
 CHAT = [{"role": "user", "content": "the cat"}]
 TEMPLATE = (
