@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aneuron.errors import ConfigError
 from aneuron.models.files.cache import Progress, ensure, quiet
 from aneuron.models.files.fetch import BuiltinModel, fetch_gguf
+from aneuron.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,20 +123,15 @@ def _unknown(model: str) -> ConfigError:
 def _builtin(name: str, progress: Progress) -> Path:
     model = BUILTIN[name]
 
+    def fetch(into: Path) -> None:
+        fetch_gguf(model, into, progress=progress)
+
     def build(into: Path) -> None:
-        source = ensure(
-            f"{name}-gguf-{model.member_sha256[:12]}",
-            lambda gguf_dir: _done(fetch_gguf(model, gguf_dir, progress=progress)),
-            progress=progress,
-        )
+        source = ensure(f"{name}-gguf-{model.member_sha256[:12]}", fetch, progress=progress)
         _convert(source / model.file_name, into, progress)
 
     entry = f"{name}-{model.member_sha256[:12]}-v{_CONVERSION}"
     return ensure(entry, build, progress=progress)
-
-
-def _done(_result: object) -> None:
-    """Drop a value where a function is to return none."""
 
 
 def _convert(gguf: Path, into: Path, progress: Progress) -> None:
@@ -250,7 +246,7 @@ def _check_directory(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise _refuse(f"{path} holds no config.json{_gguf_hint(path)}")
     _check_no_code(path)
-    for file in _weight_files(path):
+    for file in _found_weights(path):
         _check_safetensors(file)
 
 
@@ -278,14 +274,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise _refuse(f"{index} has no weight_map")
-        return [path / str(name) for name in sorted(set(shards.values()))]
-    if files := sorted(path.glob("*.safetensors")):
+def _found_weights(path: Path) -> list[Path]:
+    if files := weight_files(path):
         return files
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:

@@ -7,10 +7,8 @@ Blocking; runs in a thread while the engine opens. Pickle files are never read.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from aneuron.errors import ConfigError
 from aneuron.models.decoder import Decoder
+from aneuron.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from aneuron.models.architecture import ModelConfig
 
 __all__ = ["kv_bytes_per_token", "load_decoder"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HEAD = "lm_head.weight"
 # Old checkpoints carry the rope frequencies, which follow from config.json.
@@ -78,7 +76,10 @@ class _Checkpoint:
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._files: dict[str, Any] = {}
-        for file in _weight_files(path):
+        files = weight_files(path)
+        if not files:
+            raise ConfigError(f"{path} holds no *.safetensors", param="model")
+        for file in files:
             handle = stack.enter_context(_open(file))
             self._files.update(dict.fromkeys(handle.keys(), handle))
 
@@ -110,26 +111,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}", param=file.name) from error
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of the directory.
-
-    Raises:
-        ConfigError: there are none, or the index is corrupt or points elsewhere.
-    """
-    if (path / _SINGLE).exists():
-        return [path / _SINGLE]
-    if not (path / _INDEX).exists():
-        raise ConfigError(f"{path} has neither {_SINGLE} nor {_INDEX}", param=_SINGLE)
-    try:
-        names = set(json.loads((path / _INDEX).read_bytes())["weight_map"].values())
-        outside = [name for name in names if Path(name).name != name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cannot read {path / _INDEX}: {error!r}", param=_INDEX) from error
-    if outside:
-        raise ConfigError(f"{path / _INDEX} points outside: {outside[0]}", param=_INDEX)
-    return [path / name for name in sorted(names)]
 
 
 def _check_names(
