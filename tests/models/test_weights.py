@@ -46,7 +46,7 @@ def load(path: Path, dtype: str = "float32") -> TorchModel:
     return TorchModel.load(path, dtype=dtype, name="tiny")
 
 
-def refused(path: Path, *, says: str = "") -> str | None:
+def refused(path: Path, *, says: str | None = None) -> str | None:
     with pytest.raises(ConfigError, match=says) as info:
         load(path)
     return info.value.param
