@@ -115,7 +115,8 @@ def test_safetensors_that_are_cut_off_are_refused(length: int, directory: Path) 
 
 
 def test_a_missing_shard_is_named(directory: Path) -> None:
-    index = {"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}}
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-2.safetensors" in str(refusal(str(directory)))
 
