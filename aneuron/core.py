@@ -2,7 +2,8 @@
 
 Comes in: requests. Goes out: tokens, to the requests' consumers. Both run on the caller's
 loop, inside the one TaskGroup of the engine's supervisor task. They share their state
-without a lock: between two awaits nobody else runs.
+without a lock: between two awaits nobody else runs. Cancelled at any await, both leave the
+steps in flight where they are; the supervisor then fails what is open and lets go.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class EngineCore:
         self.depth = depth
         self.step_timeout_s = step_timeout_s
         self.shutdown_s = shutdown_s
+        self._late = DeviceLost(f"no step has finished for {step_timeout_s:g} s (step_timeout_s)")
         self.requests: dict[str, Request] = {}  # by the caller's name, until they end
         self.failure: AneuronError | None = None
         self._num_prompt_tokens = self._num_generated = 0
@@ -245,10 +247,9 @@ class EngineCore:
     def end(self, request: Request, reason: FinishReason, abort_reason: AbortReason) -> None:
         """End a request from outside; no token of it is given out after this."""
         given = abort_reason if reason is FinishReason.ABORT else None
-        if request.state is RequestState.NEW:
-            self._finish_new(request, reason, abort_reason=given)
-        else:
-            self.scheduler.finish(request, reason, abort_reason=given)
+        is_new = request.state is RequestState.NEW
+        finish = self._finish_new if is_new else self.scheduler.finish
+        finish(request, reason, abort_reason=given)
         self.notify()
 
     def _finish_new(self, request: Request, reason: FinishReason, **facts: Any) -> None:
@@ -297,10 +298,8 @@ class EngineCore:
 
     async def _output_of(self, step: InFlightStep) -> Any:
         """Return the step's output; a device that stays silent for too long is lost."""
-        future = step.sampled_token_ids
-        late = DeviceLost(f"no step has finished for {self.step_timeout_s:g} s (step_timeout_s)")
         timer = asyncio.get_running_loop().call_later(
-            self.step_timeout_s, future.resolve, None, late
+            self.step_timeout_s, step.sampled_token_ids.resolve, None, self._late
         )
         try:
             return await step.get_output()
