@@ -23,14 +23,15 @@ DEBUG_MODE_FILES = {
     "test_cancellation.py",
     "test_cancellation_inside.py",
     "test_carry.py",
-    "test_core.py",
     "test_engine.py",
     "test_flow.py",
     "test_generate_many.py",
     "test_loops.py",
     "test_futures.py",
+    "test_opening.py",
     "test_runner.py",
     "test_stream.py",
+    "test_stream_text.py",
 }
 
 LOOPS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aneuron import ConfigError, Engine, EngineClosed, InvalidRequest
-from aneuron.testing import count_engine, no_leaks
+from aneuron.testing import Count, count_engine, no_leaks, sim_engine
 
 if TYPE_CHECKING:
     from aneuron import TokenStream
@@ -160,3 +160,38 @@ async def test_models_and_devices_that_do_not_go(
     with pytest.raises(EngineClosed):
         _ = engine.generate("x")
     await engine.aclose()
+
+
+@pytest.mark.parametrize("value", [5, None, 1.5, b"sim:count", ["sim:count"]], ids=repr)
+@pytest.mark.parametrize("param", ["model", "device"])
+def test_a_model_or_device_of_a_wrong_type(param: str, value: Any) -> None:
+    """ConfigError that names the parameter, when the engine is made."""
+    arguments: dict[str, Any] = {"model": "sim:count", param: value}
+    with pytest.raises(ConfigError) as caught:
+        Engine(**arguments)
+    assert caught.value.param == param
+
+
+@both_schedulings
+async def test_a_tokenizer_that_does_not_belong_to_the_model(async_scheduling: bool) -> None:
+    """It gives an id beyond the vocabulary: refused, for that request alone."""
+    async with (
+        sim_engine(
+            Count(vocab_size=100), latency=0.001, async_scheduling=async_scheduling
+        ) as engine,
+        no_leaks(engine),
+    ):
+        beside = start(engine, 10, 40)
+        await anext(beside)
+        for stop in ((), ("x",)):
+            refused = engine.generate("Az", stop=stop, request_id="z", max_tokens=3)
+            for _ in range(2):
+                with pytest.raises(InvalidRequest, match="id 122") as caught:
+                    await refused
+                assert caught.value.param == "prompt"
+        chat = engine.chat([{"role": "user", "content": "A"}], max_tokens=3)  # "u" is 117
+        with pytest.raises(InvalidRequest) as caught:
+            await anext(chat)
+        assert caught.value.param == "messages"
+        assert (await engine.generate("A", max_tokens=2)).token_ids == [66, 67]
+        assert (await beside).token_ids == after(10, 40)

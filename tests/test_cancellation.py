@@ -250,6 +250,28 @@ async def test_case_04_500_dropped_streams(async_scheduling: bool) -> None:
         assert len(task._callbacks or ()) - callbacks < 10
 
 
+def test_case_04_at_5_ms_a_step() -> None:
+    """The same on plain asyncio at 5 ms a step; eight consumers share the 500 rounds."""
+    asyncio.run(drop_500_streams())
+
+
+async def drop_500_streams() -> None:
+    async with count_engine(latency=STEP_S, max_num_seqs=8) as engine:
+
+        async def drop_some(number: int) -> None:
+            rng = random.Random(number)
+            for _ in range(63 if number < 4 else 62):
+                count = rng.randrange(6)
+                assert await read(start(engine), count) == list(range(11, 11 + count))
+
+        await asyncio.gather(*map(drop_some, range(8)))
+        streams = [start(engine, 1000 * n, 20) for n in range(1, 9)]
+        for n, stream in enumerate(streams, 1):
+            assert (await stream).token_ids == list(range(1000 * n + 1, 1000 * n + 21))
+        await engine.wait_idle()
+        assert_idle(engine)
+
+
 # ── abort, cancel, stop ─────────────────────────────────────────────────────────────────
 
 

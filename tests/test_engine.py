@@ -75,9 +75,10 @@ async def test_case_25_prompt_over_the_pool(text: bool, async_scheduling: bool) 
         no_leaks(engine),
     ):
         with pytest.raises(ContextTooLong, match=r"200 tokens.*pool holds 128") as caught:
-            await (
-                engine.generate("a" * 200) if text else engine.generate(prompt_token_ids=[1] * 200)
-            )
+            async with asyncio.timeout(1):
+                await engine.generate(
+                    **({"prompt": "a" * 200} if text else {"prompt_token_ids": [1] * 200})
+                )
         assert caught.value.param == ("prompt" if text else "prompt_token_ids")
         answer = await engine.generate(prompt_token_ids=[1] * 10, max_tokens=3)
         assert answer.token_ids == [2, 3, 4]

@@ -201,3 +201,17 @@ async def test_a_seeded_request_repeats_alone_and_in_any_batch(tmp_path: Path) -
             assert (await engine.generate(**asked, max_tokens=16)).token_ids == alone
             await other
         assert len(set(alone)) > 4, "temperature 0.8 on a random model is not greedy"
+
+
+async def test_a_directory_may_be_a_path(tmp_path: Path) -> None:
+    """`Engine(Path(...))` is `Engine(str(...))`."""
+    await asyncio.to_thread(tiny_model, "Llama", tmp_path)
+    answers = []
+    for model in (tmp_path, str(tmp_path)):
+        async with (
+            Engine(model, dtype="float32", tokenizer=ByteTokenizer()) as engine,
+            no_leaks(engine),
+        ):
+            answers += await run_together(engine, [[5, 6, 7]], 8)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 8

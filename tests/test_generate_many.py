@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aneuron import AneuronError, Engine
+from aneuron import AneuronError, Engine, InvalidRequest
 from aneuron.testing import SimDevice, assert_idle, count_engine, no_leaks
 
 if TYPE_CHECKING:
@@ -141,3 +141,90 @@ async def test_generate_many_cancelled(where: str) -> None:
             await task
         await assert_idle_soon(engine)
         assert caught.traceback
+
+
+# ── its one consumer ────────────────────────────────────────────────────────────────────
+
+
+async def collected(answers: Any) -> list[int]:
+    return [index async for index, _ in answers]
+
+
+@both_schedulings
+@pytest.mark.parametrize("how", ["cancel", "aclose"])
+async def test_generate_many_ended_by_another_task(how: str, async_scheduling: bool) -> None:
+    """cancel() or aclose() while the consumer waits: its loop ends by itself, all is free."""
+    async with count_engine(
+        latency=STEP_S, max_num_seqs=2, async_scheduling=async_scheduling
+    ) as engine:
+        answers = engine.generate_many(lengths(), max_tokens=8)
+        task = asyncio.create_task(collected(answers))
+        async with asyncio.timeout(5):
+            while engine.stats().generation_tokens < 5:
+                await asyncio.sleep(0.001)
+            if how == "cancel":
+                answers.cancel()
+                answers.cancel()
+            else:
+                await answers.aclose()
+                assert_idle(engine)
+            assert len(await task) < 20
+        await assert_idle_soon(engine)
+        assert await collected(answers) == []
+
+
+async def test_generate_many_has_one_consumer() -> None:
+    """A second task that iterates meanwhile: RuntimeError for it, the first gets all."""
+    async with count_engine(latency=0.002, max_num_seqs=2) as engine, no_leaks(engine):
+        answers = engine.generate_many(lengths(), max_tokens=3)
+        task = asyncio.create_task(collected(answers))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            async with asyncio.timeout(5):
+                with pytest.raises(RuntimeError, match="one consumer"):
+                    await anext(answers)
+            await asyncio.sleep(0.003)
+        assert sorted(await task) == list(range(20))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+@pytest.mark.parametrize("good", [0, 1, 2, 3, 7])
+async def test_generate_many_whose_prompts_raise(good: int, max_num_seqs: int) -> None:
+    """The caller's iterator raises: it comes out once, and every answer before it is there."""
+
+    class Bug(Exception):
+        pass
+
+    def prompts() -> Iterator[list[int]]:
+        yield from lengths()[:good]
+        raise Bug
+
+    async with (
+        count_engine(latency=0.001, max_num_seqs=max_num_seqs) as engine,
+        no_leaks(engine),
+    ):
+        many = engine.generate_many(prompts(), max_tokens=3)
+        answers: dict[int, list[int]] = {}
+        num_bugs = 0
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    index, answer = await anext(many)
+                except Bug:
+                    num_bugs += 1
+                except StopAsyncIteration:
+                    break
+                else:
+                    answers[index] = answer.token_ids
+        assert num_bugs == 1
+        assert answers == {n: after(1000 * (n + 1), 3) for n in range(good)}
+
+
+@pytest.mark.parametrize("prompts", ["abc", b"abc", {}, {"a": 1}, 5, None], ids=repr)
+async def test_generate_many_takes_an_iterable_of_prompts(prompts: Any) -> None:
+    """A text, a dict or no iterable at all is refused at the call, by name."""
+    async with count_engine() as engine, no_leaks(engine):
+        with pytest.raises(InvalidRequest) as caught:
+            engine.generate_many(prompts)
+        assert caught.value.param == "prompts"
+        assert engine.stats().steps == 0

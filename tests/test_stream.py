@@ -117,10 +117,12 @@ async def test_case_34_eos_at_the_limit(
 # ── text ────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_case_36_characters_of_several_bytes() -> None:
+@both_schedulings
+async def test_case_36_characters_of_several_bytes(async_scheduling: bool) -> None:
     """No U+FFFD in any delta; each character comes with its last byte."""
     text = "é🔥ç"
-    async with sim_engine(Script(text.encode())) as engine, no_leaks(engine):
+    model = Script(text.encode())
+    async with sim_engine(model, async_scheduling=async_scheduling) as engine, no_leaks(engine):
         items = await items_of(engine.generate("?"))
         expected = ["", "é", "", "", "", "🔥", "", "ç", ""]
         assert [item.text for item in items] == expected
@@ -128,10 +130,11 @@ async def test_case_36_characters_of_several_bytes() -> None:
         assert "".join(map(str, cut)) == "é\ufffd"
 
 
-async def test_case_37_prompt_ends_inside_a_character() -> None:
+@both_schedulings
+async def test_case_37_prompt_ends_inside_a_character(async_scheduling: bool) -> None:
     """The answer completes the prompt's character; the prompt's text is not in it."""
     fire = "🔥".encode()
-    async with sim_engine(Script(fire[2:] + b"!")) as engine:
+    async with sim_engine(Script(fire[2:] + b"!"), async_scheduling=async_scheduling) as engine:
         answer = await engine.generate(prompt_token_ids=[*b"Hi ", *fire[:2]])
         assert "Hi" not in answer.text
         assert answer.text.endswith("!")

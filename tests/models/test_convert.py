@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -239,6 +240,17 @@ def test_a_file_cut_off_anywhere_is_refused_by_name(tiny_gguf: Any, tmp_path: Pa
         cut.write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"cut\.gguf is not a sound GGUF file"):
             read_gguf(cut)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 100_000])
+def test_arrays_of_arrays_are_refused(depth: int, tmp_path: Path) -> None:
+    """However deep: by name, not by the interpreter's recursion limit."""
+    path = tmp_path / "nested.gguf"
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"a", 9)
+    path.write_bytes(head + struct.pack("<IQ", 9, 1) * (depth - 1) + struct.pack("<IQI", 4, 1, 7))
+    with pytest.raises(ConfigError, match=r"nested\.gguf is not a sound GGUF file") as caught:
+        read_gguf(path)
+    assert caught.value.param == "model"
 
 
 def test_flipped_bytes_never_end_in_another_error(tiny_gguf: Any, tmp_path: Path) -> None:

