@@ -17,11 +17,11 @@ from aneuron.batch import BatchShape, InputBatch
 from aneuron.carry import make_carry
 from aneuron.errors import (
     AneuronError,
+    ConfigError,
     DeviceError,
     DeviceLost,
     EngineClosed,
     InternalError,
-    RequestError,
     engine_failure,
 )
 from aneuron.kv_cache import KVCacheManager
@@ -110,8 +110,9 @@ class EngineCore:
             self.runner.device.start(asyncio.get_running_loop())
         except Exception as fault:  # noqa: BLE001  whatever the driver raises
             self._abandon(fault if isinstance(fault, AneuronError) else engine_failure(fault))
+            if not isinstance(fault, ConfigError):  # that one says it is another engine's
+                _ = self.let_go()
             return
-        self.runner.model.in_use = True
         try:
             await self.run()
         except AneuronError as failure:
@@ -222,7 +223,7 @@ class EngineCore:
         error: AneuronError
         try:
             await preparation()
-        except RequestError as fault:
+        except AneuronError as fault:
             error = fault
         except Exception as fault:  # noqa: BLE001  one of the three task bodies
             error = InternalError(f"preparing the prompt failed: {fault}")

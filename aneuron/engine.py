@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from aneuron.completions import CompletionStream
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
-from aneuron.detokenize import Detokenizer
 from aneuron.errors import EngineClosed, InvalidRequest
-from aneuron.models.loading import Loaded, check_source, load
+from aneuron.models.loading import Loaded, check_source, claim, load, release
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams
 from aneuron.prompt import (
@@ -99,11 +98,11 @@ class Engine:
         self.config = EngineConfig.build(
             {"async_scheduling": async_scheduling, "token_carry": token_carry, **options}
         )
-        model, device = check_source(model, device)
+        self._model, device = check_source(model, device)
         self._load = partial(
-            load, model, device, self.config, tokenizer, revision=revision, progress=progress
+            load, self._model, device, self.config, tokenizer, revision=revision, progress=progress
         )
-        name = model if isinstance(model, str) else model.spec.name
+        name = self._model if isinstance(self._model, str) else self._model.spec.name
         self._label = f"{name} on {device if isinstance(device, str) else device.name}"
         self._state = _State.NEW
         self._ids = count(1)
@@ -125,12 +124,12 @@ class Engine:
             InternalError: the device did not start.
             RuntimeError: it is open already.
         """
-        orphaned = self._supervisor is not None and self.loop.is_closed()
-        if self._state not in (_State.NEW, _State.CLOSED) and not orphaned:
-            raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
-        if orphaned:
+        if self._supervisor is not None and self.loop.is_closed():  # without aclose()
             _ = self._core.let_go()
             self._supervisor = None
+        elif self._state not in (_State.NEW, _State.CLOSED):
+            raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
+        claim(self._model)
         self._state = _State.OPENING
         try:
             self._start(await asyncio.to_thread(self._load))
@@ -142,6 +141,7 @@ class Engine:
                 self._state = _State.NEW
             if self._supervisor is not None:
                 self._supervisor.cancel()
+            release(self._model)
             raise
         self._state = _State.OPEN
         return self
@@ -307,7 +307,7 @@ class Engine:
 
     def _watch(self, request: Request, ids: Any) -> None:
         if request.params.stop:
-            request.watch = StopWatch(Detokenizer(self.tokenizer, ids, request.params))
+            request.watch = StopWatch.of(self.tokenizer, ids, request.params)
 
     def abort(self, request_id: str) -> None:
         """End a request by name; no token of it comes after this. Unknown names do nothing."""
@@ -395,6 +395,6 @@ class _Opening:
 def open_engine(model: str | os.PathLike[str] | Model, **options: Any) -> _Opening:
     """Open an engine: `engine = await aneuron.open(...)`, or `async with aneuron.open(...)`.
 
-    Awaited, close it with `await engine.aclose()`. Arguments and errors are `Engine`'s.
+    Arguments and errors are `Engine`'s; awaited, close it with `await engine.aclose()`.
     """
     return _Opening(Engine(model, **options))

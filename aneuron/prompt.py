@@ -241,16 +241,19 @@ def check_length(
 
 
 def check_vocabulary(ids: npt.NDArray[np.int32], *, vocab_size: int, param: str = "prompt") -> None:
-    """Check that the model knows every id that the tokenizer gave.
+    """Check that the tokenizer gave ids, and that the model knows every one.
 
     Raises:
-        InvalidRequest: it does not; tokenizer and model do not belong together.
+        InvalidRequest: it did not; tokenizer and model do not belong together.
     """
-    if (largest := int(ids.max())) >= vocab_size:
-        raise InvalidRequest(
-            f"the tokenizer gave id {largest}, outside the model's vocabulary of {vocab_size}",
-            param=param,
-        )
+    if not len(ids):
+        raise InvalidRequest("the prompt is empty; at least one token is needed", param=param)
+    for token_id in (int(ids.min()), int(ids.max())):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"the tokenizer gave id {token_id}, outside the model's vocabulary of {vocab_size}",
+                param=param,
+            )
 
 
 async def tokenize(

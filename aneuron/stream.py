@@ -18,7 +18,8 @@ from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usa
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from aneuron.prompt import Tokenizer
+    from aneuron.params import SamplingParams
+    from aneuron.prompt import Ids, Tokenizer
     from aneuron.request import Request
 
 __all__ = ["Consumers", "StopWatch", "StreamOwner", "TokenStream"]
@@ -49,6 +50,18 @@ class StopWatch:
         """Watch the text that `detokenizer` gives."""
         self.detokenizer = detokenizer
         self.texts: list[str] = []
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt_ids: Ids, params: SamplingParams) -> Self:
+        """Make one for a request.
+
+        Raises:
+            InternalError: the tokenizer's decoder cannot be made.
+        """
+        try:
+            return cls(Detokenizer(tokenizer, prompt_ids, params))
+        except Exception as fault:
+            raise InternalError(f"decoding failed: {fault}") from fault
 
     def feed(self, token_id: int) -> str | None:
         """Take one token; return the stop string that it completed, if any."""
@@ -183,7 +196,7 @@ class TokenStream:
                 await asyncio.sleep(0)
         if not self._is_whole:
             self._is_whole = True
-            self._pieces.append(self._text_source().flush())
+            self._pieces.append(self._held_text())
 
     async def _wait(self, *, end_only: bool) -> None:
         self._busy = True
@@ -201,18 +214,6 @@ class TokenStream:
         self._owner.consumers.follow(self)
 
     def _next_ready(self) -> Token | None:
-        try:
-            return self._take()
-        except AneuronError:
-            raise
-        except Exception as fault:  # a tokenizer's bug ends its own stream
-            self._fault = InternalError(f"decoding failed: {fault}")
-            self._fault.__cause__ = fault
-            self._ended = True
-            self.cancel()
-            raise self._fault.copy() from fault
-
-    def _take(self) -> Token | None:
         request = self._request
         index, ids, reason = self._num_read, request.output_ids, request.finish_reason
         if self._ended:
@@ -232,10 +233,26 @@ class TokenStream:
         return self._last(index, None)
 
     def _text(self, index: int, token_id: int) -> str:
-        watch = self._request.watch
-        if isinstance(watch, StopWatch):
-            return watch.texts[index]
-        return self._text_source().feed(token_id)
+        try:
+            watch = self._request.watch
+            if isinstance(watch, StopWatch):
+                return watch.texts[index]
+            return self._text_source().feed(token_id)
+        except Exception as fault:
+            raise self._decoding_failed(fault) from fault
+
+    def _held_text(self) -> str:
+        try:
+            return self._text_source().flush()
+        except Exception as fault:
+            raise self._decoding_failed(fault) from fault
+
+    def _decoding_failed(self, fault: Exception) -> AneuronError:
+        self._fault = InternalError(f"decoding failed: {fault}")
+        self._fault.__cause__ = fault
+        self._ended = True
+        self.cancel()
+        return self._fault.copy()
 
     def _text_source(self) -> Detokenizer:
         if self._detokenizer is None:
@@ -261,7 +278,7 @@ class TokenStream:
         if token_id is not None and not request.last_is_end_id:
             text = self._text(index, token_id)
         if not by_string:
-            text += self._text_source().flush()
+            text += self._held_text()
         self._pieces.append(text)
         return Token(text, token_id, index, 0, request.finish_reason, request.stop_reason)
 

@@ -7,6 +7,7 @@ in what their faults mean.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,8 +18,6 @@ from aneuron.errors import ConfigError, DeviceError, DeviceLost
 from aneuron.futures import DeviceFuture
 
 if TYPE_CHECKING:
-    import asyncio
-
     import numpy as np
 
     from aneuron.device import Executable
@@ -98,8 +97,8 @@ class ThreadDevice:
         return future
 
     def _future(self, shape: tuple[int, ...], dtype: str) -> DeviceFuture:
-        assert self._loop is not None, "start() comes first"
-        return DeviceFuture(self._loop, shape=shape, dtype=dtype)
+        loop = self._loop or asyncio.get_running_loop()
+        return DeviceFuture(loop, shape=shape, dtype=dtype)
 
     # ── on the launch thread ────────────────────────────────────────────────────────────
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aneuron.models.catalog import Progress
     from aneuron.prompt import Tokenizer
 
-__all__ = ["Loaded", "check_source", "load"]
+__all__ = ["Loaded", "check_source", "claim", "load", "release"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,6 @@ def load(
             model = simulated_model(model)
         else:
             model, path = _load_torch(model, config, revision, progress)
-    if model.in_use:
-        raise ConfigError("another engine has this model object open", param="model")
     _check_sampling(model, opened, config)
     if tokenizer is None:
         tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
@@ -106,6 +104,24 @@ def check_source(
     if not isinstance(device, str) and not hasattr(device, "launch"):
         raise ConfigError(f"device must be a name, not {device!r}", param="device")
     return model, device
+
+
+def claim(model: str | Model) -> None:
+    """Take a model object for one engine; called on the loop, so nobody comes between.
+
+    Raises:
+        ConfigError: another engine has it open.
+    """
+    if not isinstance(model, str):
+        if model.in_use:
+            raise ConfigError("another engine has this model object open", param="model")
+        model.in_use = True
+
+
+def release(model: str | Model) -> None:
+    """Give a claimed model object back."""
+    if not isinstance(model, str):
+        model.in_use = False
 
 
 def _open_device(model: str | Model, device: str | Device) -> Device:
