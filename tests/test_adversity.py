@@ -13,24 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aneuron
-from aneuron import Completion, DeviceError, DeviceLost, EngineClosed, LaunchFailed, OutOfMemory
-from aneuron.testing import (
-    Count,
-    Fault,
-    SimDevice,
-    assert_idle,
-    count_engine,
-    no_leaks,
-    wait_all_idle,
-)
+from aneuron import DeviceError, DeviceLost, EngineClosed, LaunchFailed, OutOfMemory
+from aneuron.testing import Count, Fault, SimDevice, assert_idle, count_engine, no_leaks
+from tests.support import assert_serves, both_schedulings, exact, outcome, outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from aneuron import Engine, TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -43,33 +34,6 @@ def nothing_unretrieved(caplog: pytest.LogCaptureFixture) -> Iterable[None]:
 
 def start(engine: Engine, last: int, max_tokens: int = 40, **options: Any) -> TokenStream:
     return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-async def outcome(stream: TokenStream) -> Completion | BaseException:
-    try:
-        async with asyncio.timeout(5):
-            return await stream
-    except BaseException as error:
-        return error
-
-
-async def outcomes(streams: Iterable[TokenStream]) -> list[Any]:
-    return await asyncio.gather(*map(outcome, streams))
-
-
-def exact(answer: Any, last: int, count: int = 40) -> bool:
-    return isinstance(answer, Completion) and answer.token_ids == list(
-        range(last + 1, last + 1 + count)
-    )
-
-
-async def assert_serves(engine: Engine) -> None:
-    """Later requests are served exact, and the pool is full behind them."""
-    streams = [start(engine, 1000 * n, 20) for n in range(1, 6)]
-    for n, answer in enumerate(await outcomes(streams), 1):
-        assert exact(answer, 1000 * n, 20), answer
-    await wait_all_idle(engine)
-    assert_idle(engine)
 
 
 # ── the fault table ─────────────────────────────────────────────────────────────────────

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aneuron import ConfigError, Engine, EngineClosed, InvalidRequest
 from aneuron.testing import Count, count_engine, no_leaks, sim_engine
-
-if TYPE_CHECKING:
-    from aneuron import TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
-
+from tests.support import after, both_schedulings, start
 
 NAN = math.nan
 BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [

@@ -6,25 +6,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from aneuron import AneuronError, Completion, DeviceLost, InternalError
-from aneuron.testing import (
-    ByteTokenizer,
-    Count,
-    assert_idle,
-    count_engine,
-    no_leaks,
-    sim_engine,
-    wait_all_idle,
-)
+from aneuron import AneuronError, DeviceLost, InternalError, InvalidRequest
+from aneuron.testing import ByteTokenizer, Count, count_engine, no_leaks, sim_engine
+from tests.support import assert_serves, both_schedulings, exact, outcome, outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aneuron import Engine, TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -37,33 +29,6 @@ def nothing_unretrieved(caplog: pytest.LogCaptureFixture) -> Iterable[None]:
 
 def start(engine: Engine, last: int, max_tokens: int = 40, **options: Any) -> TokenStream:
     return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-async def outcome(stream: TokenStream) -> Completion | BaseException:
-    try:
-        async with asyncio.timeout(5):
-            return await stream
-    except BaseException as error:
-        return error
-
-
-async def outcomes(streams: Iterable[TokenStream]) -> list[Any]:
-    return await asyncio.gather(*map(outcome, streams))
-
-
-def exact(answer: Any, last: int, count: int = 40) -> bool:
-    return isinstance(answer, Completion) and answer.token_ids == list(
-        range(last + 1, last + 1 + count)
-    )
-
-
-async def assert_serves(engine: Engine) -> None:
-    """Later requests are served exact, and the pool is full behind them."""
-    streams = [start(engine, 1000 * n, 20) for n in range(1, 6)]
-    for n, answer in enumerate(await outcomes(streams), 1):
-        assert exact(answer, 1000 * n, 20), answer
-    await wait_all_idle(engine)
-    assert_idle(engine)
 
 
 class Bug(Exception):
@@ -174,3 +139,45 @@ async def test_tokenizer_with_a_bug_leaves_no_name(caplog: pytest.LogCaptureFixt
             with pytest.raises((Bug, InternalError)):
                 await start(engine, 65, stop="x", request_id="a")
         assert issubclass(InternalError, AneuronError)
+
+
+async def test_a_decoder_that_cannot_be_made_is_told_at_the_call() -> None:
+    """Ids and a stop string: the typed error comes from generate(), with its cause."""
+    async with count_engine(tokenizer=BadTokenizer()) as engine, no_leaks(engine):
+        with pytest.raises(InternalError) as caught:
+            _ = engine.generate(prompt_token_ids=[65], stop="x")
+        assert isinstance(caught.value.__cause__, Bug)
+        assert exact(await start(engine, 1000, 5), 1000, 5)
+
+
+async def test_awaiting_an_aborted_answer_that_cannot_be_decoded() -> None:
+    async with count_engine(tokenizer=BadTokenizer(), latency=0.002) as engine, no_leaks(engine):
+        stream = engine.generate(prompt_token_ids=[66], max_tokens=50)
+        while not engine.stats().generation_tokens:
+            await asyncio.sleep(0.001)
+        stream.cancel()
+        with pytest.raises(InternalError) as caught:
+            await stream
+        assert isinstance(caught.value.__cause__, Bug)
+
+
+class Wild(ByteTokenizer):
+    """Gives whatever ids it was told to."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.ids = ids
+
+    async def encode(self, text: str, **options: Any) -> Any:
+        return np.array(self.ids, np.int32)
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 2**20], []])
+async def test_a_tokenizer_that_gives_impossible_ids(ids: list[int]) -> None:
+    """InvalidRequest for that request alone, whatever runs beside it."""
+    async with count_engine(tokenizer=Wild(ids), latency=0.001) as engine, no_leaks(engine):
+        beside = start(engine, 1000, 20)
+        error = await outcome(engine.generate("x"))
+        assert isinstance(error, InvalidRequest)
+        assert error.param == "prompt"
+        assert exact(await beside, 1000, 20)

@@ -3,76 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aneuron import EngineClosed
-from aneuron.testing import ByteTokenizer, SimDevice, assert_idle, count_engine, no_leaks
+from aneuron.testing import ByteTokenizer, assert_idle, count_engine, no_leaks
+from tests.support import await_it, device_of, nothing_logged, read
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     from aneuron import Engine, TokenStream
-
-STEP_S = 0.005
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def device_of(engine: Engine) -> SimDevice:
-    assert isinstance(engine.device, SimDevice)
-    return engine.device
 
 
 def start(engine: Engine, last: int = 10, max_tokens: int = 1000, **options: Any) -> TokenStream:
     return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-async def await_it(stream: TokenStream) -> Any:
-    return await stream
-
-
-async def read(stream: TokenStream, count: int) -> list[int | None]:
-    return [(await anext(stream)).token_id for _ in range(count)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def assert_exact(engine: Engine, last: int = 500, count: int = 5) -> None:
-    answer = await start(engine, last, count)
-    assert answer.token_ids == list(range(last + 1, last + 1 + count))
-
-
-async def assert_idle_soon(engine: Engine, steps: int = 3) -> None:
-    """The engine is idle no later than `steps` engine steps on."""
-    before = device_of(engine).num_steps
-    await engine.wait_idle()
-    assert device_of(engine).num_steps - before <= steps
-    assert_idle(engine)
-
-
-@asynccontextmanager
-async def nothing_logged(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """No InvalidStateError, no "exception was never retrieved", no destroyed task."""
-    loop = asyncio.get_running_loop()
-    seen: list[dict[str, Any]] = []
-    before = loop.get_exception_handler()
-    loop.set_exception_handler(lambda _, context: seen.append(context))
-    try:
-        yield
-        gc.collect()
-        await asyncio.sleep(0)
-    finally:
-        loop.set_exception_handler(before)
-    assert not seen
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_case_91_cancel_while_a_break_awaits(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,14 +20,10 @@ from aneuron.carry import (
     make_carry,
 )
 from aneuron.testing import Count, SimDevice, count_engine, no_leaks, sim_engine
+from tests.support import after
 
 if TYPE_CHECKING:
     from aneuron import Engine, EngineStats
-
-
-def after(last: int, count: int) -> list[int]:
-    """What COUNT says after a prompt that ends in `last`."""
-    return list(range(last + 1, last + count + 1))
 
 
 def launch(ids: list[int], *, rows: int, is_decode: bool = True) -> Any:

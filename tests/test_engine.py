@@ -30,21 +30,12 @@ from aneuron.testing import (
     no_leaks,
     sim_engine,
 )
+from tests.support import after, both_schedulings, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aneuron import TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
 
 
 # ── names and limits ────────────────────────────────────────────────────────────────────

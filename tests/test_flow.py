@@ -21,24 +21,12 @@ from aneuron.testing import (
     sim_engine,
     wait_all_idle,
 )
+from tests.support import after, sum_reference
 
 if TYPE_CHECKING:
     from aneuron import TokenStream
 
 SCHEDULING = pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-
-
-def after(last: int, count: int) -> list[int]:
-    """What COUNT says after a prompt that ends in `last`."""
-    return list(range(last + 1, last + count + 1))
-
-
-def sum_reference(prompt: list[int], count: int, vocab_size: int = 1 << 20) -> list[int]:
-    """What SUM says, computed without an engine."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(sum((at + 1) * token for at, token in enumerate(ids)) % vocab_size)
-    return ids[len(prompt) :]
 
 
 @SCHEDULING

@@ -7,39 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aneuron import AneuronError, Engine, InvalidRequest
-from aneuron.testing import SimDevice, assert_idle, count_engine, no_leaks
+from aneuron import AneuronError, InvalidRequest
+from aneuron.testing import assert_idle, count_engine, no_leaks
+from tests.support import STEP_S, after, assert_idle_soon, both_schedulings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from aneuron import TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
-
-
-STEP_S = 0.005
-
-
-async def assert_idle_soon(engine: Engine, steps: int = 3) -> None:
-    """The engine is idle no later than `steps` engine steps on."""
-    before = device_of(engine).num_steps
-    await engine.wait_idle()
-    assert device_of(engine).num_steps - before <= steps
-    assert_idle(engine)
-
-
-def device_of(engine: Engine) -> SimDevice:
-    assert isinstance(engine.device, SimDevice)
-    return engine.device
 
 
 async def test_generate_many() -> None:

@@ -13,21 +13,12 @@ import pytest
 import aneuron
 from aneuron import Engine
 from aneuron.testing import assert_idle, count_engine, no_leaks
+from tests.support import after, start
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from aneuron import TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
 
 
 async def test_case_57_notebook_cell() -> None:

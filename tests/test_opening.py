@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from aneuron import ConfigError, Engine, EngineClosed, InternalError
 from aneuron.testing import Count, SimDevice, assert_idle, count_engine, no_leaks
-
-if TYPE_CHECKING:
-    from aneuron import TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
-
+from tests.support import after, both_schedulings, start
 
 # ── what cannot be opened ───────────────────────────────────────────────────────────────
 
@@ -146,3 +133,38 @@ async def test_wait_idle_that_times_out_leaves_no_waiter() -> None:
         await patient
         assert engine._core._idle_waiters == []
         assert_idle(engine)
+
+
+async def test_two_engines_cannot_open_one_model_object_at_the_same_time() -> None:
+    """One of two simultaneous openings is refused; the other runs exact."""
+    model = Count()
+    engines = [Engine(model), Engine(model)]
+    opened = await asyncio.gather(*(engine.open() for engine in engines), return_exceptions=True)
+    refused = [one for one in opened if isinstance(one, ConfigError)]
+    assert [one.param for one in refused] == ["model"]
+    for engine in engines:
+        if engine in opened:
+            assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]
+        await engine.aclose()
+    async with engines[0] as engine:
+        assert (await start(engine, 20, 3)).token_ids == [21, 22, 23]
+
+
+class HalfStarted(SimDevice):
+    """Its thread is running when its first start fails."""
+
+    fails = True
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().start(loop)
+        if self.fails:
+            self.fails = False
+            raise OSError("half way")
+
+
+async def test_a_device_that_fails_half_way_can_be_opened_again() -> None:
+    device = HalfStarted()
+    with pytest.raises(InternalError, match="half way"):
+        await Engine(Count(), device=device).open()
+    async with Engine(Count(), device=device) as engine:
+        assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]

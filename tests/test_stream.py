@@ -23,35 +23,14 @@ from aneuron.testing import (
     no_leaks,
     sim_engine,
 )
+from tests.support import after, both_schedulings, items_of, start, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aneuron import Engine, Token, TokenStream
-
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
-
-
-def start(engine: Engine, last: int = 10, max_tokens: int = 50, **options: Any) -> TokenStream:
-    return engine.generate(prompt_token_ids=[last], max_tokens=max_tokens, **options)
-
-
-def after(last: int, count: int) -> list[int]:
-    return list(range(last + 1, last + 1 + count))
-
-
-async def items_of(stream: TokenStream) -> list[Token]:
-    return [token async for token in stream]
+    from aneuron import Token, TokenStream
 
 
 def ids_of(items: list[Token]) -> list[int | None]:
     return [item.token_id for item in items]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # ── items ───────────────────────────────────────────────────────────────────────────────

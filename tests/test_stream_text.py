@@ -11,28 +11,16 @@ from tokenizers import Tokenizer, decoders, models
 from aneuron import InternalError
 from aneuron.models.tokenizer import HFTokenizer
 from aneuron.testing import Count, Script, count_engine, no_leaks, sim_engine
+from tests.support import both_schedulings, items_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aneuron import Token, TokenStream
 
-both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])
 WORDS = ["<unk>", "▁Hi", "▁", "▁leading", "▁x", "▁I", "▁am", "▁here"]
-
-
-async def items_of(stream: TokenStream) -> list[Token]:
-    return [token async for token in stream]
 
 
 def text_of(items: list[Token]) -> str:
     return "".join(map(str, items))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 # ── whole text ──────────────────────────────────────────────────────────────────────────
