@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from aneuron.errors import AneuronError, InvalidRequest, RequestError
+from aneuron.errors import AneuronError, DeviceError, EngineClosed, InvalidRequest
 from aneuron.stream import Consumers, TokenStream
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class CompletionStream:
     it cancels what runs. There is one consumer at a time.
 
     Raises (from iterating):
-        AneuronError: as `TokenStream`.
+        AneuronError: as `TokenStream`; and whatever your own iterator of prompts raises.
         RuntimeError: a second task iterates at the same time.
     """
 
@@ -66,12 +66,18 @@ class CompletionStream:
         finished, index = self._finished, self._num_drawn
         try:
             prompt = next(self._prompts)
-            self._answers[index] = stream = self._submit(prompt)
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001  the caller's own iterator may raise anything
-            if not isinstance(error, RequestError):
-                self._prompts = iter(())  # it, or the engine, is over: draw no more
+            self._prompts = iter(())  # it is over
+            self._answers[index] = error
+            finished.put_nowait(index)
+            return
+        try:
+            self._answers[index] = stream = self._submit(prompt)
+        except AneuronError as error:
+            if isinstance(error, EngineClosed | DeviceError):
+                self._prompts = iter(())  # the engine is over: draw no more
             self._answers[index] = error
             finished.put_nowait(index)
         else:
@@ -117,7 +123,7 @@ class CompletionStream:
             stream.cancel()
         self._answers.clear()
         self._prompts = iter(())
-        self._finished.put_nowait(-1)  # a consumer that waits looks again
+        self._finished.put_nowait(-1)  # a consumer that waits looks again, whatever runs
 
     def _streams(self) -> list[TokenStream]:
         return [one for one in self._answers.values() if isinstance(one, TokenStream)]

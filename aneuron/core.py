@@ -78,6 +78,7 @@ class EngineCore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_preparing = 0
         self._deadline_s: float | None = None
+        self._device_closed: DeviceFuture | None = None
 
     @classmethod
     def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
@@ -110,7 +111,7 @@ class EngineCore:
             self.runner.device.start(asyncio.get_running_loop())
         except Exception as fault:  # noqa: BLE001  whatever the driver raises
             self._abandon(fault if isinstance(fault, AneuronError) else engine_failure(fault))
-            if not isinstance(fault, ConfigError):  # that one says it is another engine's
+            if not isinstance(fault, ConfigError):  # else it is another engine's
                 _ = self.let_go()
             return
         try:
@@ -127,9 +128,9 @@ class EngineCore:
                 await device_closed
 
     def let_go(self) -> DeviceFuture:
-        """Free model and device for another engine; the future resolves at its thread's end."""
-        self.runner.model.in_use = False
-        return self.runner.device.close()
+        """Close the device, once; the future resolves at its thread's end."""
+        self._device_closed = self._device_closed or self.runner.device.close()
+        return self._device_closed
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""
@@ -296,6 +297,7 @@ class EngineCore:
                 self._deliver(self.scheduler.update_from_output(step.plan, output))
             self._num_in_flight -= 1
             self.notify()
+            del step  # idle, nothing of it is kept
 
     async def _output_of(self, step: InFlightStep) -> Any:
         """Return the step's output; a device that stays silent for too long is lost."""
@@ -337,11 +339,6 @@ class EngineCore:
     def is_idle(self) -> bool:
         """Nothing is prepared, runs, waits or is in flight."""
         return not (self._num_in_flight or self._num_preparing) and self.scheduler.is_empty
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps between `schedule()` and applied tokens."""
-        return self._num_in_flight
 
     def notify(self) -> None:
         """Something changed (a request came or went, a step ended): look again."""

@@ -8,6 +8,7 @@ materializer (core.py). Every call here is made on the loop that opened the engi
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from itertools import count
@@ -17,7 +18,7 @@ from aneuron.completions import CompletionStream
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
-from aneuron.models.loading import Loaded, check_source, claim, load, release
+from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams
 from aneuron.prompt import (
@@ -77,8 +78,7 @@ class Engine:
         ConfigError: a setting is wrong; `param` names it.
     """
 
-    # set by open():
-    loop: asyncio.AbstractEventLoop
+    loop: asyncio.AbstractEventLoop  # these three are set by open()
     tokenizer: Tokenizer
     spec: ModelSpec
 
@@ -98,13 +98,14 @@ class Engine:
         self.config = EngineConfig.build(
             {"async_scheduling": async_scheduling, "token_carry": token_carry, **options}
         )
-        self._model, device = check_source(model, device)
+        model, device = check_source(model, device)
         self._load = partial(
-            load, self._model, device, self.config, tokenizer, revision=revision, progress=progress
+            load, model, device, self.config, tokenizer, revision=revision, progress=progress
         )
-        name = self._model if isinstance(self._model, str) else self._model.spec.name
+        name = model if isinstance(model, str) else model.spec.name
         self._label = f"{name} on {device if isinstance(device, str) else device.name}"
         self._state = _State.NEW
+        self._opening: object = None
         self._ids = count(1)
         self.consumers = Consumers()
         self._supervisor: asyncio.Task[None] | None = None
@@ -121,30 +122,37 @@ class Engine:
             ConfigError: no such model or device, or they do not go together.
             OutOfMemory: the KV pool does not fit.
             EngineClosed: it was closed while it opened.
-            InternalError: the device did not start.
+            DeviceError, InternalError: the device did not start.
             RuntimeError: it is open already.
         """
-        if self._supervisor is not None and self.loop.is_closed():  # without aclose()
-            _ = self._core.let_go()
-            self._supervisor = None
-        elif self._state not in (_State.NEW, _State.CLOSED):
+        self._drop_orphan()
+        if self._state not in (_State.NEW, _State.CLOSED):
             raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
-        claim(self._model)
-        self._state = _State.OPENING
+        self._state, self._opening = _State.OPENING, (opening := object())
         try:
-            self._start(await asyncio.to_thread(self._load))
+            loaded = await asyncio.to_thread(self._load)
+            self._check_opening(opening)
+            self._start(loaded)
             await self._core.wait_started()
-            if self._state is not _State.OPENING:
-                raise EngineClosed("the engine was closed while it was opening")
+            self._check_opening(opening)
         except BaseException:  # cancelled too: it can be opened again
-            if self._state is _State.OPENING:
+            if self._opening is opening and self._state is _State.OPENING:
                 self._state = _State.NEW
-            if self._supervisor is not None:
-                self._supervisor.cancel()
-            release(self._model)
+                if self._supervisor is not None:
+                    self._supervisor.cancel()
             raise
         self._state = _State.OPEN
         return self
+
+    def _check_opening(self, opening: object) -> None:
+        if self._opening is not opening or self._state is not _State.OPENING:
+            raise EngineClosed("the engine was closed while it was opening")
+
+    def _drop_orphan(self) -> None:
+        """Let go of a core whose loop has closed without `aclose()`."""
+        if self._supervisor is not None and self.loop.is_closed():
+            _ = self._core.let_go()
+            self._supervisor, self._state = None, _State.CLOSED
 
     def _start(self, loaded: Loaded) -> None:
         self.loop = asyncio.get_running_loop()
@@ -162,7 +170,8 @@ class Engine:
         Returns within `shutdown_s`, also when the device hangs. Safe to call again, and from
         any task; cancelling the caller does not stop the closing.
         """
-        if self._supervisor is None or self.loop.is_closed():
+        self._drop_orphan()
+        if self._supervisor is None:
             self._state = _State.CLOSED
             return
         self._check_loop()
@@ -312,8 +321,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request by name; no token of it comes after this. Unknown names do nothing."""
         self._check_loop()
-        request = self._core.requests.get(request_id)
-        if request is not None:
+        if (request := self._core.requests.get(request_id)) is not None:
             self.end(request, FinishReason.ABORT)
 
     def end(self, request: Request, reason: FinishReason) -> None:
@@ -334,11 +342,7 @@ class Engine:
         await self._core.wait_idle()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of counts; see `EngineStats`.
-
-        Raises:
-            EngineClosed: the engine was never open.
-        """
+        """Return a snapshot of counts; `EngineClosed` if the engine was never open."""
         if self._supervisor is None:
             raise EngineClosed(_NOT_OPEN)
         return self._core.stats()
@@ -364,16 +368,12 @@ class Engine:
     def _check_loop(self) -> None:
         if self._supervisor is None:
             raise EngineClosed(_NOT_OPEN)
-        try:
+        running = None
+        with suppress(RuntimeError):
             running = asyncio.get_running_loop()
-        except RuntimeError:
-            raise RuntimeError(
-                "call this inside a coroutine of the event loop that opened the engine"
-            ) from None
         if running is not self.loop:
-            raise RuntimeError(
-                f"the engine belongs to the event loop {self.loop!r}, not to {running!r}"
-            )
+            where = f"called on {running!r}" if running else "call it inside a coroutine there"
+            raise RuntimeError(f"the engine belongs to the event loop {self.loop!r}: {where}")
 
 
 class _Opening:
@@ -393,8 +393,5 @@ class _Opening:
 
 
 def open_engine(model: str | os.PathLike[str] | Model, **options: Any) -> _Opening:
-    """Open an engine: `engine = await aneuron.open(...)`, or `async with aneuron.open(...)`.
-
-    Arguments and errors are `Engine`'s; awaited, close it with `await engine.aclose()`.
-    """
+    """Return an `Engine` to await (close it with `aclose()`) or to enter; same arguments."""
     return _Opening(Engine(model, **options))

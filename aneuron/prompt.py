@@ -165,7 +165,7 @@ def validate_text(prompt: object, *, param: str = "prompt") -> str:
 
 
 def validate_messages(messages: object) -> None:
-    """Check that a conversation is a list of dicts with a role and a content, and its size.
+    """Check that a conversation is a list of dicts with a role and a content, of limited size.
 
     Raises:
         InvalidRequest: it is not; the message names the first entry at fault.
@@ -194,9 +194,9 @@ def validate_messages(messages: object) -> None:
 
 
 def _content_size(content: object) -> int:
-    if isinstance(content, list):
-        return sum(_content_size(part.get("text")) for part in content)
-    return len(content) if isinstance(content, str) else 0
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _message_fault(message: object) -> str | None:
@@ -208,7 +208,10 @@ def _message_fault(message: object) -> str | None:
     if content is None and message.get("tool_calls"):
         return None  # an assistant's turn may consist of calls alone
     if isinstance(content, list):
-        content = "" if all(isinstance(part, Mapping) for part in content) else None
+        sound = all(
+            isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in content
+        )
+        content = "" if sound else None
     return None if isinstance(content, str) else 'needs a "content" that is a string or parts'
 
 

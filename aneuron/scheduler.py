@@ -176,7 +176,7 @@ class Scheduler:
         order = self._order_array
         for slot in order[self._computed[order] < self._prefill_end[order]].tolist():
             count = min(budget, int(self._prefill_end[slot] - self._computed[slot]))
-            if not count or not self._packs(counts, count):
+            if not count:
                 break
             slots.append(slot)
             counts.append(count)

@@ -16,7 +16,7 @@ from aneuron.errors import AneuronError, InternalError
 from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Coroutine, Generator
 
     from aneuron.params import SamplingParams
     from aneuron.prompt import Ids, Tokenizer
@@ -161,7 +161,7 @@ class TokenStream:
         self._claim()
         if self._num_ready == _YIELD_EVERY:  # before a token is taken: none is lost here
             self._num_ready = 0
-            await asyncio.sleep(0)
+            await self._waiting(asyncio.sleep(0))
         while (token := self._next_ready()) is None:
             if self._ended:
                 raise StopAsyncIteration
@@ -193,15 +193,19 @@ class TokenStream:
             self._pieces.append(self._text(self._num_read, request.output_ids[self._num_read]))
             self._num_read += 1
             if self._num_read % _YIELD_EVERY == 0:
-                await asyncio.sleep(0)
+                await self._waiting(asyncio.sleep(0))
         if not self._is_whole:
             self._is_whole = True
             self._pieces.append(self._held_text())
 
     async def _wait(self, *, end_only: bool) -> None:
+        await self._waiting(self._request.wait_news(self._owner.loop, end_only=end_only))
+
+    async def _waiting(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait as the one consumer; cancelled, the request ends with the wait."""
         self._busy = True
         try:
-            await self._request.wait_news(self._owner.loop, end_only=end_only)
+            await work
         except asyncio.CancelledError:
             self.cancel()
             raise

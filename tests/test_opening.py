@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from aneuron import ConfigError, Engine, EngineClosed, InternalError
-from aneuron.testing import Count, SimDevice, assert_idle, count_engine, no_leaks
-from tests.support import after, both_schedulings, start
+from aneuron import ConfigError, DeviceLost, Engine, EngineClosed, InternalError
+from aneuron.testing import Count, SimDevice, Sum, assert_idle, count_engine, no_leaks
+from tests.support import after, both_schedulings, start, sum_reference
 
 # ── what cannot be opened ───────────────────────────────────────────────────────────────
 
@@ -44,13 +44,15 @@ async def test_a_device_whose_start_raises(async_scheduling: bool) -> None:
 class Fickle(Count):
     """Cannot be loaded the second time."""
 
-    loads = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = [0]
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        self.loads += 1
-        if self.loads == 2:
+    def with_kv(self, num_blocks: int, block_size: int) -> Self:
+        self.loads[0] += 1
+        if self.loads[0] == 2:
             raise ConfigError("the file is gone", param="model")
-        super().allocate_kv(num_blocks, block_size)
+        return super().with_kv(num_blocks, block_size)
 
 
 ORPHANS: list[Any] = []
@@ -88,16 +90,11 @@ def test_reopened_after_its_loop_went_with_a_load_that_fails(by_hand: bool) -> N
 
 
 @both_schedulings
-@pytest.mark.parametrize("shared", ["model", "device"])
-async def test_a_model_or_device_that_another_engine_has(
-    shared: str, async_scheduling: bool
-) -> None:
+async def test_a_device_that_another_engine_has(async_scheduling: bool) -> None:
     """The second cannot open and harms nobody; once the first is closed, it can."""
-    model, device = Count(), SimDevice(latency=0.002)
-    first = Engine(model, device=device, async_scheduling=async_scheduling)
-    second = Engine(
-        model if shared == "model" else Count(), device=device if shared == "device" else "sim"
-    )
+    device = SimDevice(latency=0.002)
+    first = Engine(Count(), device=device, async_scheduling=async_scheduling)
+    second = Engine(Count(), device=device)
     async with first, no_leaks(first):
         stream = start(first, 10, 60)
         await anext(stream)
@@ -105,13 +102,79 @@ async def test_a_model_or_device_that_another_engine_has(
             async with asyncio.timeout(5):
                 with pytest.raises(ConfigError, match="another engine") as caught:
                     await second.open()
-            assert caught.value.param == shared
+            assert caught.value.param == "device"
         await second.aclose()  # closes nothing of the first
         assert (await stream).token_ids == after(10, 60)
         assert (await start(first, 500, 5)).token_ids == after(500, 5)
     for engine in (second, first, second):
         async with engine:
             assert (await start(engine, 10, 5)).token_ids == after(10, 5)
+
+
+@both_schedulings
+async def test_engines_that_share_a_model_object_have_caches_of_their_own(
+    async_scheduling: bool,
+) -> None:
+    """SUM reads its whole context back: neither sees a token of the other."""
+    model = Sum()
+    engines = [Engine(model, async_scheduling=async_scheduling) for _ in range(2)]
+    await asyncio.gather(*(engine.open() for engine in engines))
+    prompts = [[n, n + 7, 3 * n] for n in range(1, 9)]
+    answers = await asyncio.gather(
+        *(
+            engines[n % 2].generate(prompt_token_ids=prompt, max_tokens=30)
+            for n, prompt in enumerate(prompts)
+        )
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == sum_reference(prompt, 30)
+    for engine in engines:
+        await engine.aclose()
+
+
+async def test_a_late_thread_of_a_lost_device_touches_nothing_of_the_next_engine() -> None:
+    """A program sleeps through its time-out; its model is opened again while it sleeps."""
+    model = Sum()
+    lengths = iter([0.0, 0.0, 0.6])
+    slow = SimDevice(latency=lambda _: next(lengths, 0.0))
+    async with Engine(model, device=slow, step_timeout_s=0.1, shutdown_s=0.1) as engine:
+        with pytest.raises(DeviceLost):
+            await engine.generate(prompt_token_ids=[1, 2, 3], max_tokens=20)
+    async with Engine(model, device=SimDevice(latency=0.02)) as engine:
+        answer = await engine.generate(prompt_token_ids=[4, 5, 6], max_tokens=50)
+        assert answer.token_ids == sum_reference([4, 5, 6], 50)
+
+
+def test_an_engine_whose_loop_went_closes_no_device_of_another() -> None:
+    """Reopening it lets go of its own device only, and only once."""
+    device = SimDevice()
+    first, second = Engine(Count(), device=device), Engine(Count(), device=device)
+
+    async def only_open() -> None:
+        await first.open()
+
+    async def use_second() -> list[int]:
+        async with second:
+            with pytest.raises(ConfigError, match="another engine"):
+                await first.open()
+            return (await start(second, 10, 3)).token_ids
+
+    asyncio.run(only_open())
+    assert asyncio.run(use_second()) == [11, 12, 13]
+
+
+async def test_closed_and_opened_again_while_the_first_opening_loads() -> None:
+    """The first opening gives up; the second wins; one core lives."""
+    engine = Engine("sim:count")
+    first = asyncio.create_task(engine.open())
+    await asyncio.sleep(0)
+    await engine.aclose()
+    await engine.open()
+    with pytest.raises(EngineClosed):
+        await first
+    assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]
+    await engine.aclose()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("aneuron")]
 
 
 # ── waiting ─────────────────────────────────────────────────────────────────────────────
@@ -133,21 +196,6 @@ async def test_wait_idle_that_times_out_leaves_no_waiter() -> None:
         await patient
         assert engine._core._idle_waiters == []
         assert_idle(engine)
-
-
-async def test_two_engines_cannot_open_one_model_object_at_the_same_time() -> None:
-    """One of two simultaneous openings is refused; the other runs exact."""
-    model = Count()
-    engines = [Engine(model), Engine(model)]
-    opened = await asyncio.gather(*(engine.open() for engine in engines), return_exceptions=True)
-    refused = [one for one in opened if isinstance(one, ConfigError)]
-    assert [one.param for one in refused] == ["model"]
-    for engine in engines:
-        if engine in opened:
-            assert (await start(engine, 10, 3)).token_ids == [11, 12, 13]
-        await engine.aclose()
-    async with engines[0] as engine:
-        assert (await start(engine, 20, 3)).token_ids == [21, 22, 23]
 
 
 class HalfStarted(SimDevice):

@@ -107,23 +107,14 @@ async def test_stop_just_before_an_end_id_in_flight_keeps_the_whole_text(
 
 
 @both_schedulings
-@pytest.mark.parametrize("finished", [True, False])
-async def test_cancelled_at_its_yield_a_stream_loses_no_token_and_goes_on(
-    finished: bool, async_scheduling: bool
+async def test_cancelled_at_its_yield_a_finished_stream_loses_no_token(
+    async_scheduling: bool,
 ) -> None:
     """Many tokens are ready; a short time-out that the caller handles hits just the yield."""
     count = 300
-    async with (
-        count_engine(
-            latency=0.0 if finished else 0.0005, async_scheduling=async_scheduling
-        ) as engine,
-        no_leaks(engine),
-    ):
+    async with count_engine(async_scheduling=async_scheduling) as engine, no_leaks(engine):
         stream = engine.generate(prompt_token_ids=[10], max_tokens=count)
-        if finished:
-            await engine.wait_idle()
-        else:
-            await until(lambda: len(stream._request.output_ids) > 140)
+        await engine.wait_idle()
         ids: list[int | None] = []
         hits = 0
         while len(ids) < 130:
@@ -138,6 +129,29 @@ async def test_cancelled_at_its_yield_a_stream_loses_no_token_and_goes_on(
         ids += [item.token_id for item in await items_of(stream)]
         assert ids == list(range(11, 11 + count))
         assert (await stream).finish_reason == "length"
+
+
+async def test_cancelled_at_its_yield_a_stream_ends_its_request() -> None:
+    """As at any other wait; what there is stays in the completion."""
+    async with count_engine(latency=0.0005) as engine, no_leaks(engine):
+        stream = engine.generate(prompt_token_ids=[10], max_tokens=5000)
+        await until(lambda: len(stream._request.output_ids) > 100)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                async for _ in stream:
+                    pass
+        answer = await stream
+        assert answer.finish_reason == "abort"
+        assert answer.token_ids == list(range(11, 11 + len(answer.token_ids)))
+        assert len(answer.token_ids) > 100
+
+
+async def test_a_second_consumer_at_the_yield_is_refused() -> None:
+    async with count_engine() as engine, no_leaks(engine):
+        stream = engine.generate(prompt_token_ids=[10], max_tokens=300)
+        await engine.wait_idle()
+        counts = await asyncio.gather(items_of(stream), items_of(stream), return_exceptions=True)
+        assert sorted(type(one).__name__ for one in counts) == ["RuntimeError", "list"]
 
 
 async def test_cancelled_while_it_waits_a_stream_ends_its_request() -> None:

@@ -7,7 +7,7 @@ One file per kind: `sim`, `cpu`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aneuron.errors import ConfigError
 
@@ -44,13 +44,12 @@ class Executable(Protocol):
 
 
 class Model(Protocol):
-    """Loaded weights and their executables."""
+    """Loaded weights and their executables; engines may share it."""
 
     spec: ModelSpec
-    in_use: bool  # an open engine runs it: one engine at a time
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Make the KV pool: `num_blocks` blocks and the null block before them."""
+    def with_kv(self, num_blocks: int, block_size: int) -> Self:
+        """Return the model over a KV pool of its own: `num_blocks` and the null block."""
 
     def executable(self, inputs: ModelInput) -> Executable:
         """Return the executable for the bucket of these inputs."""

@@ -109,13 +109,12 @@ class ThreadDevice:
             if isinstance(job, DeviceFuture):
                 job.post(None)
                 return
-            fault = self._run_job(job, lost)
-            if isinstance(fault, DeviceLost):
-                lost = fault
+            lost = self._run_job(job, lost)
             # Idle, the thread must not keep the last step's tensors.
             del job
 
-    def _run_job(self, job: Job, lost: DeviceLost | None) -> DeviceError | None:
+    def _run_job(self, job: Job, lost: DeviceLost | None) -> DeviceLost | None:
+        """Run a job, or fail it if the device is lost; return whether it is lost now."""
         future = job.future
         try:
             if lost is not None:
@@ -125,7 +124,7 @@ class ThreadDevice:
             fault = self._fault(error)
             future.device_error = fault
             future.post(None, fault)
-            return fault
+            return fault if isinstance(fault, DeviceLost) else lost
         future.post(value)
         return None
 

@@ -8,8 +8,9 @@ launch thread, one at a time, since they share the KV cache.
 from __future__ import annotations
 
 import json
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -40,8 +41,6 @@ class TorchModel:
         k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim],
             empty before `allocate_kv`.
     """
-
-    in_use = False
 
     def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
         self.spec = spec
@@ -99,6 +98,17 @@ class TorchModel:
         self.k_caches = [self._zeros(shape) for _ in range(config.num_layers)]
         self.v_caches = [self._zeros(shape) for _ in range(config.num_layers)]
 
+    def with_kv(self, num_blocks: int, block_size: int) -> Self:
+        """Return it over a KV cache of its own; the weights are shared.
+
+        Raises:
+            ConfigError: a number is not positive.
+            OutOfMemory: the device has not that much memory.
+        """
+        model = copy(self)
+        model.allocate_kv(num_blocks, block_size)
+        return model
+
     def executable(self, inputs: ModelInput) -> TorchExecutable:
         """Return the executable for the bucket of `inputs`, the same one each time."""
         num_rows, num_blocks = inputs.block_table.shape
@@ -114,7 +124,7 @@ class TorchModel:
     def discard(self) -> None:
         """Drop the KV cache and the executables."""
         self.k_caches, self.v_caches = [], []
-        self._executables.clear()
+        self._executables = {}
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         weight = self.decoder.embed.weight

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aneuron.models.catalog import Progress
     from aneuron.prompt import Tokenizer
 
-__all__ = ["Loaded", "check_source", "claim", "load", "release"]
+__all__ = ["Loaded", "check_source", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,9 @@ def load(
         tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
     limit = _length_limit(model, config)
     num_blocks = _pool_size(model, opened, config, limit)
-    model.allocate_kv(num_blocks, config.block_size)
-    return Loaded(model, opened, tokenizer, num_blocks, limit)
+    return Loaded(
+        model.with_kv(num_blocks, config.block_size), opened, tokenizer, num_blocks, limit
+    )
 
 
 def _check_sampling(model: Model, device: Device, config: EngineConfig) -> None:
@@ -99,29 +100,11 @@ def check_source(
     """
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
-    if not isinstance(model, str) and not hasattr(model, "executable"):
+    if not isinstance(model, str) and not hasattr(model, "with_kv"):
         raise ConfigError(f"model must be a name or a path, not {model!r}", param="model")
     if not isinstance(device, str) and not hasattr(device, "launch"):
         raise ConfigError(f"device must be a name, not {device!r}", param="device")
     return model, device
-
-
-def claim(model: str | Model) -> None:
-    """Take a model object for one engine; called on the loop, so nobody comes between.
-
-    Raises:
-        ConfigError: another engine has it open.
-    """
-    if not isinstance(model, str):
-        if model.in_use:
-            raise ConfigError("another engine has this model object open", param="model")
-        model.in_use = True
-
-
-def release(model: str | Model) -> None:
-    """Give a claimed model object back."""
-    if not isinstance(model, str):
-        model.in_use = False
 
 
 def _open_device(model: str | Model, device: str | Device) -> Device:

@@ -7,7 +7,8 @@ wherever a model name goes; `aneuron.testing` re-exports them for users' own sui
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -51,7 +52,6 @@ class SimModel:
     """
 
     name = "sim"
-    in_use = False
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SimModel:
         sampled_dtype: str = "int32",
         on_device_sampling: bool = True,
     ) -> None:
-        """Describe the model; `allocate_kv` gives it its cache."""
+        """Describe the model; `with_kv` gives it its cache."""
         self.spec = ModelSpec(
             name=f"sim:{self.name}",
             vocab_size=vocab_size,
@@ -76,10 +76,12 @@ class SimModel:
         self._kv = np.zeros(0, np.int32)
         self._block_size = 0
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Make a cache of ids; unwritten cells hold a value that spoils every sum."""
-        self._block_size = block_size
-        self._kv = np.full((num_blocks + 1) * block_size, 7_777_777, np.int32)
+    def with_kv(self, num_blocks: int, block_size: int) -> Self:
+        """Return it over a cache of ids; unwritten cells hold what spoils every sum."""
+        model = copy(self)
+        model._block_size = block_size  # noqa: SLF001  its own copy
+        model._kv = np.full((num_blocks + 1) * block_size, 7_777_777, np.int32)  # noqa: SLF001
+        return model
 
     def executable(self, inputs: ModelInput) -> _Executable:
         """Return the executable of this bucket."""
