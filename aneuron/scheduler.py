@@ -176,11 +176,10 @@ class Scheduler:
         order = self._order_array
         for slot in order[self._computed[order] < self._prefill_end[order]].tolist():
             count = min(budget, int(self._prefill_end[slot] - self._computed[slot]))
-            if not count:
-                break
-            slots.append(slot)
-            counts.append(count)
-            budget -= count
+            if count:
+                slots.append(slot)
+                counts.append(count)
+                budget -= count
         return slots, counts
 
     def _packs(self, counts: list[int], count: int) -> bool:
@@ -262,9 +261,9 @@ class Scheduler:
         self, slots: np.ndarray, short: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Give each short row its next block; rows that get none sit this step out."""
-        self._make_room(len(short))
-        slots = slots[np.isin(slots, self._order_array)]  # less the preempted
-        short = short[np.isin(short, self._order_array)]
+        if self._make_room(len(short)):
+            slots = slots[np.isin(slots, self._order_array)]
+            short = short[np.isin(short, self._order_array)]
         grown: dict[int, tuple[int, int]] = {}
         for slot in short.tolist():
             column = int(self.kv.num_held[slot])
@@ -275,13 +274,13 @@ class Scheduler:
         columns = np.array(list(grown.values()), np.int32).reshape(-1, 2)
         return slots, (np.array(list(grown), np.int32), columns[:, 0], columns[:, 1])
 
-    def _make_room(self, wanted: int) -> None:
-        """Preempt, latest first, until free blocks and those that come free suffice.
+    def _make_room(self, wanted: int) -> bool:
+        """Preempt, latest first, until enough blocks are or come free; say if any was.
 
-        Blocks of requests that left while a step holds them come free with that step:
-        waiting for it is cheaper than recomputing one more request. A lone request is
-        never preempted, since the length limit lets it fit.
+        Blocks of requests that left come free with the step that holds them: waiting is
+        cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
         """
+        before = self.num_preemptions
         coming = int(self.kv.num_held[self._leaving].sum()) if self._num_leaving else 0
         while self.kv.num_free + coming < wanted and len(self._order) > 1:
             victim = self._request_of[self._order[-1]]
@@ -292,6 +291,7 @@ class Scheduler:
                 wanted -= 1
             coming += int(self.kv.num_held[slot]) if self._held[slot] else 0
             self._preempt(victim)
+        return self.num_preemptions > before
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
