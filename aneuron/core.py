@@ -78,7 +78,8 @@ class EngineCore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_preparing = 0
         self._deadline_s: float | None = None
-        self._device_closed: DeviceFuture | None = None
+        self._has_device = False
+        self._device_closed: DeviceFuture | None = None  # resolves at its thread's end
 
     @classmethod
     def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
@@ -111,9 +112,10 @@ class EngineCore:
             self.runner.device.start(asyncio.get_running_loop())
         except Exception as fault:  # noqa: BLE001  whatever the driver raises
             self._abandon(fault if isinstance(fault, AneuronError) else engine_failure(fault))
-            if not isinstance(fault, ConfigError):  # else it is another engine's
-                _ = self.let_go()
+            self._has_device = not isinstance(fault, ConfigError)  # else it is another engine's
+            self.let_go()
             return
+        self._has_device = True
         try:
             await self.run()
         except AneuronError as failure:
@@ -122,15 +124,17 @@ class EngineCore:
         finally:
             # Also when the loop shuts down and cancels this task.
             self._abandon(error)
-            device_closed = self.let_go()
-        with suppress(TimeoutError):  # the device hangs: its thread is left behind
-            async with asyncio.timeout_at(self._stop_deadline()):
-                await device_closed
+            self.let_go()
+        if self._device_closed is not None:
+            with suppress(TimeoutError):  # the device hangs: its thread is left behind
+                async with asyncio.timeout_at(self._stop_deadline()):
+                    await self._device_closed
 
-    def let_go(self) -> DeviceFuture:
-        """Close the device, once; the future resolves at its thread's end."""
-        self._device_closed = self._device_closed or self.runner.device.close()
-        return self._device_closed
+    def let_go(self) -> None:
+        """Close the device if this core has it open: once, and no other engine's."""
+        if self._has_device:
+            self._has_device = False
+            self._device_closed = self.runner.device.close()
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""

@@ -151,7 +151,7 @@ class Engine:
     def _drop_orphan(self) -> None:
         """Let go of a core whose loop has closed without `aclose()`."""
         if self._supervisor is not None and self.loop.is_closed():
-            _ = self._core.let_go()
+            self._core.let_go()
             self._supervisor, self._state = None, _State.CLOSED
 
     def _start(self, loaded: Loaded) -> None:

@@ -163,6 +163,22 @@ def test_an_engine_whose_loop_went_closes_no_device_of_another() -> None:
     assert asyncio.run(use_second()) == [11, 12, 13]
 
 
+def test_an_engine_that_was_refused_never_closes_the_device_of_the_other() -> None:
+    """Refused on one loop, tried again on the next: the owner goes on serving."""
+    device = SimDevice()
+    owner, other = Engine(Count(), device=device), Engine(Count(), device=device)
+
+    async def try_both() -> list[int]:
+        await owner.open()
+        with pytest.raises(ConfigError, match="another engine"):
+            await other.open()
+        async with asyncio.timeout(5):
+            return (await start(owner, 10, 3)).token_ids
+
+    for _ in range(2):  # the loop goes without aclose()
+        assert asyncio.run(try_both()) == [11, 12, 13]
+
+
 async def test_closed_and_opened_again_while_the_first_opening_loads() -> None:
     """The first opening gives up; the second wins; one core lives."""
     engine = Engine("sim:count")
