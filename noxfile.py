@@ -95,8 +95,10 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the demo model with and without async scheduling, in turns."""
+    """Measure the engine (docs/benchmarks.md), then the demo model, sync and async in turns."""
     set_up(session)
+    for name in ("host", "floor", "overlap", "churn"):
+        session.run("aneuron", "bench", name)
     story = "Tell me a long story about a lighthouse keeper."
     options = ("--max-tokens", "128", "--temperature", "0", "--stats", *session.posargs)
     for _ in range(3):

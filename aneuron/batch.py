@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aneuron.config import Buckets
-from aneuron.outputs import ModelInput
+from aneuron.outputs import ModelInput, SlotWrites
+from aneuron.params import num_likeliest
 
 if TYPE_CHECKING:
     from aneuron.config import EngineConfig
@@ -22,18 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchShape", "InputBatch", "Launch"]
 
-_ROW_COLUMNS = (
-    "slot_of",
-    "request_ids",
-    "num_tokens",
-    "num_computed",
-    "prompt_lens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-)
+_STATE_COLUMNS = ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed")
+_ROW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", *_STATE_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +59,52 @@ class BatchShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
 class Launch:
     """One prepared step: its inputs, and who its rows are, copied for later matching."""
 
     inputs: ModelInput
     request_ids: np.ndarray  # int64 [num_reqs], launch order
     slots: np.ndarray  # int32 [num_reqs], launch order
-    emits: np.ndarray  # bool [num_reqs]: the row's token counts (its chunk is the last)
+    ends: np.ndarray  # int32 [num_reqs], position of the token that the row gives
+    emits: np.ndarray | None  # bool [num_reqs]: the row's token counts; None: all do
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which rows a plan's slots are; the same for as long as the same requests run."""
+
+    planned: np.ndarray  # the plan's own column, kept so that it can be recognised
+    rows: np.ndarray  # int64 [n], ascending
+    where: slice | np.ndarray  # the same rows, as a slice if they have no gap
+    order: np.ndarray | None  # launch order of the plan's entries; None: as planned
+    table_starts: np.ndarray  # int64 [n], where the rows' block tables begin
+    request_ids: np.ndarray
+    slots: np.ndarray
+    all_greedy: bool
+    num_likeliest: int | None
 
 
 class InputBatch:
-    """Columns over rows 0..num_reqs-1; launches take their rows in this order."""
+    """Columns over rows 0..num_reqs-1; launches take their rows in this order.
 
-    def __init__(self, shape: BatchShape) -> None:
+    With `slots_on_device` (carry `resident`), what changes only when a request joins is
+    written once, to the request's slot, by the launch that admits it.
+    """
+
+    def __init__(self, shape: BatchShape, *, slots_on_device: bool = False) -> None:
         """Make an empty batch with all its memory."""
         self.shape = shape
         rows = shape.max_num_seqs
         max_blocks = -(-shape.max_model_len // shape.block_size)
         self.num_reqs = 0
-        self.row_of = np.full(shape.num_slots, -1, np.int32)  # slot → row, -1 = not here
+        self.row_of = np.full(shape.num_slots, -1, np.int64)  # slot → row, -1 = not here
         self.slot_of = np.zeros(rows, np.int32)
         self.request_ids = np.zeros(rows, np.int64)
         self.token_ids = np.zeros((rows, shape.max_model_len), np.int32)
         self.block_table = np.zeros((rows, max_blocks), np.int32)
-        self.num_tokens = np.zeros(rows, np.int32)  # tokens the host knows
+        self._flat_table = self.block_table.reshape(-1)  # the same memory
+        self.prefill_end = np.zeros(rows, np.int32)  # tokens to compute before decoding
         self.num_computed = np.zeros(rows, np.int32)  # tokens launched
         self.prompt_lens = np.zeros(rows, np.int32)
         self.temperature = np.zeros(rows, np.float32)
@@ -100,6 +112,9 @@ class InputBatch:
         self.top_p = np.ones(rows, np.float32)
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
+        self._slots_on_device = slots_on_device
+        self._layout: _Layout | None = None
+        self._longest = 0  # tokens launched of the layout's longest row
         self._ring = [_Staging(shape, max_blocks) for _ in range(shape.depth + 1)]
         self._num_launches = 0
 
@@ -107,7 +122,8 @@ class InputBatch:
 
     def update(self, plan: SchedulerOutput) -> None:
         """Bring rows and blocks up to date with a plan."""
-        self.remove(plan.removed_slots)
+        if plan.removed_slots:
+            self.remove(plan.removed_slots)
         for new in plan.new_requests:
             self._add(new)
         if plan.block_slots.size:
@@ -115,6 +131,7 @@ class InputBatch:
 
     def remove(self, slots: tuple[int, ...]) -> None:
         """Take requests out and close the gaps."""
+        self._layout = None
         gone = [row for row in self.row_of[list(slots)].tolist() if row >= 0] if slots else []
         self.row_of[list(slots)] = -1
         self._condense(gone)
@@ -135,7 +152,7 @@ class InputBatch:
         for name in _ROW_COLUMNS:
             column = getattr(self, name)
             column[target] = column[source]
-        used = int(self.num_tokens[source]) + 1
+        used = max(int(self.prefill_end[source]), int(self.num_computed[source])) + 1
         self.token_ids[target, :used] = self.token_ids[source, :used]
         self.block_table[target] = self.block_table[source]
         self.row_of[self.slot_of[target]] = target
@@ -143,6 +160,7 @@ class InputBatch:
     def _add(self, new: NewRequest) -> None:
         row = self.num_reqs
         self.num_reqs += 1
+        self._layout = None
         params, count = new.params, len(new.token_ids)
         self.row_of[new.slot] = row
         self.slot_of[row] = new.slot
@@ -150,7 +168,7 @@ class InputBatch:
         self.token_ids[row, :count] = new.token_ids
         self.block_table[row] = 0
         self.block_table[row, : len(new.block_ids)] = new.block_ids
-        self.num_tokens[row] = count
+        self.prefill_end[row] = count
         self.num_computed[row] = 0
         self.prompt_lens[row] = new.prompt_len
         self.temperature[row] = params.temperature
@@ -163,48 +181,76 @@ class InputBatch:
 
     def prepare(self, plan: SchedulerOutput) -> Launch:
         """Write a plan's inputs into the next entry of the ring; may be called again."""
-        staging = self._ring[self._num_launches % len(self._ring)]
-        rows = self.row_of[plan.slots]
-        order = np.argsort(rows)
-        rows, counts = rows[order], plan.num_scheduled[order]
+        staging, layout = self._ring[self._num_launches % len(self._ring)], self._layout
+        if layout is None or layout.planned is not plan.slots:
+            layout = self._layout = self._lay_out(plan.slots)
         if plan.is_decode:
-            inputs = self._prepare_decode(staging, rows)
-            emits = np.ones(len(rows), np.bool_)
+            launch = self._prepare_decode(staging, layout)
         else:
-            inputs = self._prepare_prefill(staging, rows, counts)
-            emits = self.num_computed[rows] + counts >= self.num_tokens[rows]
-        self._stage_rows(staging, inputs, rows)
-        return Launch(inputs, self.request_ids[rows], plan.slots[order], emits)
+            counts = plan.num_scheduled
+            counts = counts if layout.order is None else counts[layout.order]
+            launch = self._prepare_prefill(staging, layout, counts)
+        self._stage_rows(staging, launch, layout)
+        if self._slots_on_device:
+            launch.inputs.writes = self._writes(plan)
+        return launch
 
     def advance(self, plan: SchedulerOutput) -> None:
         """Record that a prepared plan is launched: its buffers now belong to the launch."""
-        self.num_computed[self.row_of[plan.slots]] += plan.num_scheduled
+        assert self._layout is not None, "prepare() comes first"
+        if plan.is_decode:
+            self.num_computed[self._layout.where] += 1
+            self._longest += 1
+        else:
+            self.num_computed[self.row_of[plan.slots]] += plan.num_scheduled
+            self._layout = None  # its longest row has grown by more than one
         self._num_launches += 1
 
-    def _prepare_decode(self, staging: _Staging, rows: np.ndarray) -> ModelInput:
-        num, size = len(rows), self.shape.block_size
-        padded = self.shape.rows.fit(num)
-        at = self.num_computed[rows]
-        inputs = staging.views(padded, padded, self._width(at, 1))
-        inputs.is_decode, inputs.num_reqs, inputs.num_tokens = True, num, num
-        inputs.max_query_len = 1
-        inputs.input_ids[:num] = self.token_ids[rows, at]
-        inputs.positions[:num] = at
-        inputs.slot_mapping[:num] = self.block_table[rows, at // size] * size + at % size
-        inputs.query_start[:] = staging.iota[: padded + 1]
-        inputs.logits_indices[:] = staging.iota[:padded]
-        inputs.context_lens[:num] = at + 1
-        self._pad(inputs)
-        return inputs
+    def _lay_out(self, slots: np.ndarray) -> _Layout:
+        rows, order = self.row_of[slots], None
+        if (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows)
+            rows = rows[order]
+        self._longest = int(self.num_computed[rows].max())
+        num, first = len(rows), int(rows[0])
+        dense = int(rows[-1]) - first == num - 1
+        where = slice(first, first + num) if dense else rows
+        is_greedy = not self.temperature[where].any()
+        limits = self.temperature[where], self.top_k[where], self.top_p[where]
+        return _Layout(
+            slots, rows, where, order, rows * self.block_table.shape[1], self.request_ids[rows],
+            self.slot_of[rows], is_greedy, 0 if is_greedy else num_likeliest(*limits),
+        )  # fmt: skip
 
-    def _prepare_prefill(
-        self, staging: _Staging, rows: np.ndarray, counts: np.ndarray
-    ) -> ModelInput:
-        num, total = len(rows), int(counts.sum())
+    def _prepare_decode(self, staging: _Staging, layout: _Layout) -> Launch:
+        num, size, where = len(layout.rows), self.shape.block_size, layout.where
+        padded = self.shape.rows.fit(num)
+        at = self.num_computed[where]
+        ends = at + 1
+        width = self.shape.blocks.fit(self._longest // size + 1)
+        inputs = staging.views(padded, padded, width, is_decode=True)
+        inputs.num_reqs = inputs.num_tokens = num
+        inputs.max_query_len = 1
+        inputs.positions[:num] = at
+        blocks, offsets = np.divmod(at, size)
+        mapping = inputs.slot_mapping[:num]
+        np.multiply(self._flat_table.take(layout.table_starts + blocks), size, out=mapping)
+        mapping += offsets
+        inputs.context_lens[:num] = ends
+        if self._slots_on_device:
+            inputs.input_ids = None
+        else:
+            inputs.input_ids[:num] = self.token_ids[layout.rows, at]
+        return Launch(inputs, layout.request_ids, layout.slots, ends, None)
+
+    def _prepare_prefill(self, staging: _Staging, layout: _Layout, counts: np.ndarray) -> Launch:
+        rows, num, total = layout.rows, len(layout.rows), int(counts.sum())
         start = self.num_computed[rows]
+        ends = start + counts
         padded_rows, padded_tokens = self.shape.rows.fit(num), self.shape.tokens.fit(total)
-        inputs = staging.views(padded_rows, padded_tokens, self._width(start, counts))
-        inputs.is_decode, inputs.num_reqs, inputs.num_tokens = False, num, total
+        width = self.shape.blocks.fit(-(-int(ends.max()) // self.shape.block_size))
+        inputs = staging.views(padded_rows, padded_tokens, width, is_decode=False)
+        inputs.num_reqs, inputs.num_tokens = num, total
         inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
         first = 0
         for row, at, count in zip(rows.tolist(), start.tolist(), counts.tolist(), strict=True):
@@ -215,9 +261,10 @@ class InputBatch:
         inputs.query_start[num + 1 :] = total
         inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
         inputs.logits_indices[num:] = 0
-        inputs.context_lens[:num] = start + counts
-        self._pad(inputs)
-        return inputs
+        inputs.context_lens[:num] = ends
+        return Launch(
+            inputs, layout.request_ids, layout.slots, ends, ends >= self.prefill_end[rows]
+        )
 
     def _stage_prompt(self, inputs: ModelInput, row: int, at: int, first: int, count: int) -> None:
         size = self.shape.block_size
@@ -227,37 +274,59 @@ class InputBatch:
         blocks = self.block_table[row, positions // size]
         inputs.slot_mapping[first : first + count] = blocks * size + positions % size
 
-    def _width(self, computed: np.ndarray, counts: np.ndarray | int) -> int:
-        """Return the blocks per row that the longest context needs, as a bucket."""
-        longest = int((computed + counts).max())
-        return self.shape.blocks.fit(-(-longest // self.shape.block_size))
+    def _stage_rows(self, staging: _Staging, launch: Launch, layout: _Layout) -> None:
+        inputs, num = launch.inputs, len(layout.rows)
+        table = inputs.block_table
+        table[:num] = self.block_table[layout.where, : table.shape[1]]
+        if staging.layout is not layout or launch.emits is not None:
+            staging.layout = layout if launch.emits is None else None
+            self._stage_layout(inputs, launch, layout)
+        tokens = inputs.num_tokens
+        if tokens < len(inputs.positions):
+            inputs.positions[tokens:] = 0
+            inputs.slot_mapping[tokens:] = -1
+            if inputs.input_ids is not None:
+                inputs.input_ids[tokens:] = 0
+        if num < len(table):
+            inputs.context_lens[num:] = 1
+            table[num:] = 0
 
-    @staticmethod
-    def _pad(inputs: ModelInput) -> None:
-        tokens, rows = inputs.num_tokens, inputs.num_reqs
-        inputs.input_ids[tokens:] = 0
-        inputs.positions[tokens:] = 0
-        inputs.slot_mapping[tokens:] = -1
-        inputs.context_lens[rows:] = 1
-        inputs.block_table[rows:] = 0
-
-    def _stage_rows(self, staging: _Staging, inputs: ModelInput, rows: np.ndarray) -> None:
-        num = len(rows)
-        inputs.block_table[:num] = self.block_table[rows, : inputs.block_table.shape[1]]
-        for name in ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed"):
-            getattr(inputs, name)[:num] = getattr(self, name)[rows]
+    def _stage_layout(self, inputs: ModelInput, launch: Launch, layout: _Layout) -> None:
+        """Write what stays the same from decode to decode of the same rows."""
+        num = len(layout.rows)
+        inputs.all_greedy, inputs.num_likeliest = layout.all_greedy, layout.num_likeliest
+        if self._slots_on_device:
+            spare = self.shape.num_slots
+            assert inputs.slots is not None
+            inputs.slots[:num] = layout.slots
+            if launch.emits is not None:
+                inputs.slots[:num][~launch.emits] = spare
+            inputs.slots[num:] = spare
+            return
+        inputs.slots = None
+        for name in _STATE_COLUMNS:
+            getattr(inputs, name)[:num] = getattr(self, name)[layout.where]
         inputs.temperature[num:] = 0.0
-        inputs.all_greedy = not inputs.temperature[:num].any()
+
+    def _writes(self, plan: SchedulerOutput) -> SlotWrites | None:
+        if not plan.new_requests:
+            return None
+        slots = np.array([new.slot for new in plan.new_requests], np.int32)
+        rows = self.row_of[slots]
+        return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in _STATE_COLUMNS})
 
     # ── results ─────────────────────────────────────────────────────────────────────────
 
-    def apply(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Append a resolved step's tokens to the rows that are still here."""
-        rows = self.row_of[slots]
-        if rows.size and rows.min() < 0:
-            tokens, rows = tokens[rows >= 0], rows[rows >= 0]
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+    def apply(self, slots: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> None:
+        """Write a resolved step's tokens, at their positions, to the rows still here.
+
+        By position, because a rank whose tokens are not read misses some before a break.
+        """
+        rows = self.row_of.take(slots)
+        here = rows >= 0
+        if np.count_nonzero(here) < len(rows):
+            ends, tokens, rows = ends[here], tokens[here], rows[here]
+        self.token_ids.put(rows * self.shape.max_model_len + ends, tokens)
 
 
 class _Staging:
@@ -267,15 +336,19 @@ class _Staging:
         rows = max(shape.max_num_seqs, shape.rows.largest)
         tokens = max(shape.max_num_batched_tokens, shape.tokens.largest, rows)
         width = max(max_blocks, shape.blocks.largest)
-        self.iota = np.arange(rows + 1, dtype=np.int32)
-        self.token_columns = {
+        self.layout: _Layout | None = None  # whose state columns the buffers hold
+        self._size: tuple[int, int, int, bool] | None = None  # of the views made last
+        self._inputs: ModelInput
+        self._iota = np.arange(rows + 1, dtype=np.int32)
+        self._token_columns = {
             name: np.zeros(tokens, np.int32) for name in ("input_ids", "positions", "slot_mapping")
         }
-        self.row_columns = {
+        self._row_columns = {
             name: np.zeros(rows, dtype)
             for name, dtype in (
                 ("context_lens", np.int32),
                 ("logits_indices", np.int32),
+                ("slots", np.int32),
                 ("prompt_lens", np.int32),
                 ("temperature", np.float32),
                 ("top_k", np.int32),
@@ -284,21 +357,40 @@ class _Staging:
                 ("seed", np.int64),
             )
         }
-        self.row_columns["top_p"][:] = 1.0
-        self.query_start = np.zeros(rows + 1, np.int32)
+        self._row_columns["top_p"][:] = 1.0
+        self._query_start = np.zeros(rows + 1, np.int32)
         # Flat, so that a narrower table is contiguous too.
-        self.block_table = np.zeros(rows * width, np.int32)
+        self._block_table = np.zeros(rows * width, np.int32)
 
-    def views(self, rows: int, tokens: int, width: int) -> ModelInput:
-        """Return a `ModelInput` of this size over the buffers; scalars are to be set."""
-        return ModelInput(
-            is_decode=False,
+    def views(self, rows: int, tokens: int, width: int, *, is_decode: bool) -> ModelInput:
+        """Return a `ModelInput` of this size over the buffers; scalars are to be set.
+
+        One of the same size as before is the same object: its last launch has resolved.
+        """
+        size = (rows, tokens, width, is_decode)
+        if size != self._size:
+            self._size, self.layout = size, None
+            self._inputs = self._make_views(rows, tokens, width, is_decode=is_decode)
+        inputs = self._inputs
+        inputs.input_ids = self._token_columns["input_ids"][:tokens]
+        inputs.writes = None
+        return inputs
+
+    def _make_views(self, rows: int, tokens: int, width: int, *, is_decode: bool) -> ModelInput:
+        inputs = ModelInput(
+            is_decode=is_decode,
             num_reqs=0,
             num_tokens=0,
             max_query_len=0,
             all_greedy=False,
-            query_start=self.query_start[: rows + 1],
-            block_table=self.block_table[: rows * width].reshape(rows, width),
-            **{name: column[:tokens] for name, column in self.token_columns.items()},
-            **{name: column[:rows] for name, column in self.row_columns.items()},
+            num_likeliest=None,
+            writes=None,
+            query_start=self._query_start[: rows + 1],
+            block_table=self._block_table[: rows * width].reshape(rows, width),
+            **{name: column[:tokens] for name, column in self._token_columns.items()},
+            **{name: column[:rows] for name, column in self._row_columns.items()},
         )
+        if is_decode:  # a row's one token is its own: never written, so shared
+            inputs.query_start = self._iota[: rows + 1]
+            inputs.logits_indices = self._iota[:rows]
+        return inputs

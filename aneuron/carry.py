@@ -7,10 +7,11 @@ cost stands there. See docs/async_scheduling.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from aneuron.outputs import BreakReason
 
 if TYPE_CHECKING:
     from aneuron.batch import Launch
@@ -18,27 +19,19 @@ if TYPE_CHECKING:
     from aneuron.outputs import SchedulerOutput
 
 __all__ = [
-    "BreakReason",
     "Carry",
     "Decision",
     "Feed",
+    "FromSlots",
     "HandoffCarry",
     "HostCarry",
     "HostIds",
     "Mismatch",
     "PendingTokens",
     "Remap",
+    "ResidentCarry",
     "make_carry",
 ]
-
-
-class BreakReason(StrEnum):
-    """Why a step could not be fed with the future of the step before."""
-
-    COMPOSITION_CHANGED = "composition_changed"
-    SHAPE_MISMATCH = "shape_mismatch"
-    DTYPE_MISMATCH = "dtype_mismatch"
-    REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
 
 
 class PendingTokens(Protocol):
@@ -64,6 +57,11 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
+class FromSlots:
+    """Let the device read the last tokens of the slots, where sampling put them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Remap:
     """Feed the pending future, gathered into the new order on the device."""
 
@@ -78,13 +76,15 @@ class Mismatch:
     reason: BreakReason
 
 
-Decision = HostIds | Feed | Remap | Mismatch
+Decision = HostIds | Feed | FromSlots | Remap | Mismatch
 
 
 class Carry(Protocol):
     """What the step coroutine asks a carry, in this order."""
 
     counts_steps: bool  # whether async and fallback steps are told apart
+    slots_on_device: bool  # whether the device keeps last tokens and parameters by slot
+    reads_all_ranks: bool  # whether every rank needs every token on its host
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
         """Whether the pending future must be materialized before any state changes."""
@@ -97,6 +97,8 @@ class HostCarry:
     """The synchronous baseline: at depth 1 every token is on the host already."""
 
     counts_steps = False
+    slots_on_device = False
+    reads_all_ranks = True
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
         """Never: nothing is in flight when the next step is planned."""
@@ -114,6 +116,8 @@ class HandoffCarry:
     """
 
     counts_steps = True
+    slots_on_device = False
+    reads_all_ranks = False
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
         """Whether the set of requests differs from the one that made the future."""
@@ -134,9 +138,36 @@ class HandoffCarry:
         return Remap(future, _order(launch.request_ids, pending.request_ids, inputs.num_rows))
 
 
-def make_carry(name: str) -> Carry:
-    """Return the carry of this name."""
-    return HostCarry() if name == "host" else HandoffCarry()
+class ResidentCarry:
+    """Tokens stay where they are: the device keeps the last one of every slot.
+
+    Decode reads its rows' slots and sampling writes them, in queue order, so it does not
+    matter which rows ran in the step before: no change of the batch breaks the flow.
+    """
+
+    counts_steps = True
+    slots_on_device = True
+    reads_all_ranks = False
+
+    def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
+        """Never mind: whoever joins or leaves, a slot has its own request's token."""
+        return False
+
+    def decide(self, launch: Launch, pending: PendingTokens | None) -> Decision:
+        """A decode reads slots; a prompt's ids come from the host."""
+        return FromSlots() if launch.inputs.is_decode else HostIds()
+
+
+def make_carry(name: str, *, has_slots: bool = False) -> Carry:
+    """Return the carry of this name; "auto" is `resident` for executables with slots."""
+    match name:
+        case "host":
+            return HostCarry()
+        case "resident":
+            return ResidentCarry()
+        case "auto" if has_slots:
+            return ResidentCarry()
+    return HandoffCarry()
 
 
 def _same_set(ids: np.ndarray, others: np.ndarray) -> bool:

@@ -14,7 +14,6 @@ from aneuron.errors import AneuronError, DeviceError, EngineClosed, InvalidReque
 from aneuron.stream import Consumers, TokenStream
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable
 
     from aneuron.outputs import Completion
@@ -57,7 +56,7 @@ class CompletionStream:
         self._answers: dict[int, TokenStream | Exception] = {}
         self._finished: asyncio.Queue[int] = asyncio.Queue()
         self._busy = False
-        self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
+        self.consumer: asyncio.Task[Any] | None = None
         for _ in range(window):
             self._submit_next()
 

@@ -18,9 +18,16 @@ from aneuron.errors import ConfigError
 __all__ = ["Buckets", "EngineConfig", "EngineOptions"]
 
 _CHOICES = {
-    "token_carry": ("auto", "host", "handoff"),
+    "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
 }
+_COUNTS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "max_in_flight_steps",
+    "num_ranks",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,8 @@ class EngineConfig:
         max_in_flight_steps: steps between `schedule()` and applied tokens.
         step_timeout_s: after this long without a result the device counts as lost.
         shutdown_s: `aclose()` waits this long for the device.
+        num_ranks: devices that run every step alike; the first one's tokens count.
+        timeline: keep the times of the last steps, for `engine.timeline`'s pictures.
 
     Raises:
         ConfigError: a setting is wrong; `param` names it.
@@ -65,18 +74,21 @@ class EngineConfig:
     max_in_flight_steps: int = 2
     step_timeout_s: float = 60.0
     shutdown_s: float = 5.0
+    num_ranks: int = 1
+    timeline: bool = False
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""
-        if not isinstance(self.async_scheduling, bool):
-            raise ConfigError("async_scheduling must be true or false", param="async_scheduling")
+        for name in ("async_scheduling", "timeline"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false", param=name)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
                     param=name,
                 )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_in_flight_steps"):
+        for name in _COUNTS:
             _check_count(name, getattr(self, name))
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
@@ -98,9 +110,10 @@ class EngineConfig:
                 "with one step in flight nothing overlaps: pass async_scheduling=False",
                 param="max_in_flight_steps",
             )
-        if not self.async_scheduling and self.token_carry == "handoff":
+        if not self.async_scheduling and self.token_carry in ("handoff", "resident"):
             raise ConfigError(
-                "token_carry='handoff' needs async_scheduling=True", param="token_carry"
+                f"token_carry={self.token_carry!r} needs async_scheduling=True",
+                param="token_carry",
             )
 
     @classmethod
@@ -140,6 +153,8 @@ class EngineOptions(TypedDict, total=False):
     max_in_flight_steps: int
     step_timeout_s: float
     shutdown_s: float
+    num_ranks: int
+    timeline: bool
 
 
 @dataclass(frozen=True, slots=True)

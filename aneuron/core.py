@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from aneuron.batch import BatchShape, InputBatch
-from aneuron.carry import make_carry
+from aneuron.batch import BatchShape
 from aneuron.errors import (
     AneuronError,
     ConfigError,
@@ -25,10 +25,12 @@ from aneuron.errors import (
     engine_failure,
 )
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import AbortReason, BreakStats, EngineStats, FinishReason
-from aneuron.request import Request, RequestState
-from aneuron.runner import ModelRunner
+from aneuron.outputs import AbortReason, BreakReason, EngineStats, FinishReason
+from aneuron.parallel.ranks import RankGroup, RankStep, make_runner
+from aneuron.request import Request, RequestState, wake
+from aneuron.runner import InFlightStep, ModelRunner, Watchdog
 from aneuron.scheduler import Scheduler
+from aneuron.timeline import RING_STEPS, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
     from aneuron.config import EngineConfig
     from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
-    from aneuron.outputs import SchedulerOutput
-    from aneuron.runner import InFlightStep
+    from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["EngineCore"]
 
@@ -52,7 +53,8 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: ModelRunner | RankGroup,
+        timeline: Timeline,
         *,
         depth: int,
         step_timeout_s: float,
@@ -61,17 +63,16 @@ class EngineCore:
         """Make a core at rest; `run` starts it."""
         self.scheduler = scheduler
         self.runner = runner
-        self.depth = depth
-        self.step_timeout_s = step_timeout_s
-        self.shutdown_s = shutdown_s
-        self._late = DeviceLost(f"no step has finished for {step_timeout_s:g} s (step_timeout_s)")
+        self.timeline = timeline
+        self.depth, self.shutdown_s = depth, shutdown_s
         self.requests: dict[str, Request] = {}  # by the caller's name, until they end
         self.failure: AneuronError | None = None
-        self._num_prompt_tokens = self._num_generated = 0
+        self._num_prompt_tokens = self._num_generated = self._num_watched = 0
         self._num_in_flight = 0
-        self._in_flight: asyncio.Queue[InFlightStep] = asyncio.Queue()
+        self._in_flight: asyncio.Queue[InFlightStep | RankStep] = asyncio.Queue()
+        self._watchdog = Watchdog(step_timeout_s)
         self._changed = asyncio.Event()
-        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
@@ -79,7 +80,7 @@ class EngineCore:
         self._num_preparing = 0
         self._deadline_s: float | None = None
         self._has_device = False
-        self._device_closed: DeviceFuture | None = None  # resolves at its thread's end
+        self._device_closed: list[DeviceFuture] = []  # they resolve at its threads' ends
 
     @classmethod
     def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
@@ -91,15 +92,14 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             length_limit=min(loaded.max_model_len, kv.capacity),
-            eos_token_ids=loaded.model.spec.eos_token_ids,
+            eos_token_ids=loaded.models[0].spec.eos_token_ids,
             num_slots=shape.num_slots,
             clock=loop.time,
         )
-        carry = make_carry(config.token_carry if config.async_scheduling else "host")
-        runner = ModelRunner(loaded.device, loaded.model, InputBatch(shape), carry)
         return cls(
             scheduler,
-            runner,
+            make_runner(config, loaded, shape),
+            Timeline(RING_STEPS if config.timeline else 0),
             depth=config.depth,
             step_timeout_s=config.step_timeout_s,
             shutdown_s=config.shutdown_s,
@@ -109,7 +109,7 @@ class EngineCore:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
         error: AneuronError = EngineClosed("the engine was closed")
         try:
-            self.runner.device.start(asyncio.get_running_loop())
+            self.runner.start(asyncio.get_running_loop())
         except Exception as fault:  # noqa: BLE001  whatever the driver raises
             self._abandon(fault if isinstance(fault, AneuronError) else engine_failure(fault))
             self._has_device = not isinstance(fault, ConfigError)  # else it is another engine's
@@ -125,16 +125,16 @@ class EngineCore:
             # Also when the loop shuts down and cancels this task.
             self._abandon(error)
             self.let_go()
-        if self._device_closed is not None:
-            with suppress(TimeoutError):  # the device hangs: its thread is left behind
-                async with asyncio.timeout_at(self._stop_deadline()):
-                    await self._device_closed
+        with suppress(TimeoutError):  # the device hangs: its threads are left behind
+            async with asyncio.timeout_at(self._stop_deadline()):
+                for closed in self._device_closed:
+                    await closed
 
     def let_go(self) -> None:
         """Close the device if this core has it open: once, and no other engine's."""
         if self._has_device:
             self._has_device = False
-            self._device_closed = self.runner.device.close()
+            self._device_closed = self.runner.close()
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""
@@ -145,16 +145,12 @@ class EngineCore:
     def _abandon(self, error: AneuronError) -> None:
         self.failure = error
         self._started.set()  # it may not have come to that
-        for request in list(self.requests.values()):
-            if request.state is RequestState.NEW:
-                self._finish_new(request, FinishReason.ERROR, error=error.copy())
+        for request in [one for one in self.requests.values() if one.state is RequestState.NEW]:
+            self._finish_new(request, FinishReason.ERROR, error=error.copy())
         self.scheduler.abandon(error)
         self._num_in_flight = 0
         self.runner.drain(self.scheduler.take_removed())
-        for waiter in self._idle_waiters:
-            if not waiter.done():
-                waiter.set_exception(error.copy())
-        self._idle_waiters.clear()
+        self._idle.set()
 
     async def run(self) -> None:
         """Run both coroutines until `stop`, or until one of them fails.
@@ -189,7 +185,7 @@ class EngineCore:
             raise self.failure.copy()
 
     async def _drained(self) -> None:
-        """Wait until idle; a device that does not answer in time is left behind."""
+        """Wait until idle, for a time; a silent device is left behind."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._stop_deadline()):
                 await self.wait_idle()
@@ -247,6 +243,7 @@ class EngineCore:
         """Queue a request whose prompt is known; int32 [tokens]."""
         request.prompt_ids = prompt_ids
         self._num_prompt_tokens += len(prompt_ids)
+        self._num_watched += request.watch is not None
         self.scheduler.add(request)
         self.notify()
 
@@ -264,6 +261,7 @@ class EngineCore:
 
     def _forget(self, request: Request) -> None:
         self._num_generated += len(request.output_ids)
+        self._num_watched -= request.watch is not None and request.prompt_ids is not None
         del self.requests[request.name]
 
     # ── the step loop ───────────────────────────────────────────────────────────────────
@@ -276,49 +274,60 @@ class EngineCore:
 
     async def _next_plan(self) -> SchedulerOutput:
         """Wait for room and work; from here on the plan's step is in flight."""
+        held_up_s: float | None = None
         while True:
             if self._num_in_flight < self.depth:
+                begun_s = monotonic()
                 plan = self.scheduler.schedule()
                 if plan is not None:
-                    self._num_in_flight += 1
+                    self._note_plan(plan, begun_s, held_up_s)
                     return plan
+                is_held_up = self._num_in_flight and self.scheduler.wants_room
+                held_up_s = (held_up_s or begun_s) if is_held_up else None
             self._changed.clear()
             await self._changed.wait()
+
+    def _note_plan(self, plan: SchedulerOutput, begun_s: float, held_up_s: float | None) -> None:
+        record = plan.record
+        record.begun_s, record.scheduled_s = begun_s, monotonic()
+        self.timeline.add(record)
+        if held_up_s is not None:
+            self.runner.stats.note_break(record, BreakReason.DRAIN, held_up_s)
+        self._num_in_flight += 1
 
     # ── the materializer ────────────────────────────────────────────────────────────────
 
     async def _materializer(self) -> None:
         while True:
             step = await self._in_flight.get()
+            self._watchdog.watch(step)
             try:
                 # Off the critical path: the device runs the next step meanwhile.
-                output = await self._output_of(step)
+                output = await step.get_output()
             except DeviceLost:
                 raise
             except DeviceError as error:
                 self.scheduler.fail(step.plan, error)
+                self.timeline.finish(step.plan.record)
             else:
-                self._deliver(self.scheduler.update_from_output(step.plan, output))
+                self._take_in(step.plan, output)
             self._num_in_flight -= 1
             self.notify()
             del step  # idle, nothing of it is kept
 
-    async def _output_of(self, step: InFlightStep) -> Any:
-        """Return the step's output; a device that stays silent for too long is lost."""
-        timer = asyncio.get_running_loop().call_later(
-            self.step_timeout_s, step.sampled_token_ids.resolve, None, self._late
-        )
-        try:
-            return await step.get_output()
-        finally:
-            timer.cancel()
-
-    def _deliver(self, updated: list[Request]) -> None:
-        """Look for stop strings, and wake the consumers."""
-        for request in updated:
-            if request.watch is not None:
-                self._watch(request)
-            request.notify()
+    def _take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Let the scheduler have a step's tokens, look for stop strings, wake consumers."""
+        record, num_watched = plan.record, self._num_watched  # those that end here, too
+        updated = self.scheduler.update_from_output(plan, output)
+        record.applied_s = monotonic()
+        if num_watched:
+            for request in updated:
+                if request.watch is not None:
+                    self._watch(request)
+        record.detokenized_s = monotonic()
+        wake(updated)
+        record.delivered_s = monotonic()
+        self.timeline.finish(record)
 
     def _watch(self, request: Request) -> None:
         """End a request whose text now has a stop string; a decoder's bug is its alone."""
@@ -349,37 +358,30 @@ class EngineCore:
         self._changed.set()
         if self.is_idle:
             self.runner.drain(self.scheduler.take_removed())
-            for waiter in self._idle_waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._idle_waiters.clear()
+            self.timeline.rest()
+            self._watchdog.rest()
+            self._idle.set()
 
     def records(self) -> dict[str, int]:
         """Return how many per-request records are kept, by kind; all 0 when idle."""
-        runner = self.runner
         return {
             "names": len(self.requests),
             "prompts": self._num_preparing,
             "scheduled": self.scheduler.num_held,
-            "rows": runner.batch.num_reqs,
-            "pending step": int(runner.async_execution_buffer.pending is not None),
+            **self.runner.records(),
         }
 
     async def wait_idle(self) -> None:
         """Wait until the engine is idle."""
         while not self.is_idle:
-            waiter = asyncio.get_running_loop().create_future()
-            self._idle_waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._idle_waiters:
-                    self._idle_waiters.remove(waiter)
+            self._idle.clear()
+            await self._idle.wait()
+            if self.failure is not None:
+                raise self.failure.copy()
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts."""
         scheduler, flow = self.scheduler, self.runner.stats
-        num_open = sum(len(request.output_ids) for request in self.requests.values())
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -391,10 +393,8 @@ class EngineCore:
             decode_steps=flow.decode_steps,
             async_steps=flow.async_steps,
             sync_fallback_steps=flow.sync_fallback_steps,
-            breaks={
-                reason.value: BreakStats(number, flow.break_seconds[reason])
-                for reason, number in flow.break_counts.items()
-            },
+            breaks=flow.breaks(),
             prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generated + num_open,
+            generation_tokens=self._num_generated
+            + sum(len(request.output_ids) for request in self.requests.values()),
         )

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import tokenizers
     from tokenizers.decoders import DecodeStream
 
     from aneuron.params import SamplingParams
     from aneuron.prompt import Ids, Tokenizer
 
-__all__ = ["ByteStream", "Detokenizer", "HFStream", "StopSearch", "spell", "tail"]
+__all__ = ["ByteStream", "Detokenizer", "HFStream", "StopSearch"]
 
 _REPLACEMENT = "\ufffd"
 _SEED_IDS = 16  # prompt ids that set the context of the first new token
@@ -39,16 +41,17 @@ class Detokenizer:
     it counts as new.
 
     Attributes:
+        step: the decoder's own: `feed` without stop strings, None for no text.
         stop_match: the stop string that ended the text, once it is complete.
     """
 
-    __slots__ = ("_flush", "_min_tokens", "_num_fed", "_search", "_step", "stop_match")
+    __slots__ = ("_flush", "_min_tokens", "_num_fed", "_search", "step", "stop_match")
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Ids, params: SamplingParams) -> None:
         stream = tokenizer.decode_stream(
             prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
-        self._step = stream.step
+        self.step = stream.step
         self._flush = stream.flush
         self._search = (
             StopSearch(params.stop, include_stop=params.include_stop) if params.stop else None
@@ -64,11 +67,11 @@ class Detokenizer:
         (counted from 1). From the match on, nothing more comes.
         """
         if self._search is None:
-            return self._step(token_id) or ""
+            return self.step(token_id) or ""
         if self.stop_match is not None:
             return ""
         self._num_fed += 1
-        text = self._step(token_id)
+        text = self.step(token_id)
         if not text:
             return ""
         text = self._search.push(text, may_match=self._num_fed >= self._min_tokens)
@@ -214,7 +217,7 @@ class HFStream:
         """Return the last prompt ids and their text, which begins with a whole character."""
         length = _SEED_IDS
         while True:
-            seed = tail(prompt_ids, length, self._skipped)
+            seed = _tail(prompt_ids, length, self._skipped)
             text = self._decode(seed)
             sound = text and not text.startswith(_REPLACEMENT)
             if sound or length >= min(len(prompt_ids), _MAX_SEED_IDS):
@@ -278,25 +281,34 @@ class HFStream:
 
 
 class ByteStream:
-    """Python's incremental UTF-8 decoder over the bytes that the ids spell."""
+    """The text of ids each of which spells bytes, the same ones in any context.
 
-    __slots__ = ("_carry", "_decoder", "_skipped")
+    `pieces` has them by id, as text where they are whole characters, which needs no
+    decoding. Python's incremental UTF-8 decoder joins the others; it replaces broken bytes
+    as Rust does, so as a whole decode does.
+    """
 
-    def __init__(self, prompt_ids: Ids, skipped: frozenset[int]) -> None:
-        self._skipped = skipped
-        seed = tail(prompt_ids, _SEED_IDS, skipped)
+    __slots__ = ("_carry", "_decoder", "_is_open", "_pieces")
+
+    def __init__(self, prompt_ids: Ids, pieces: Mapping[int, str | bytes]) -> None:
+        self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(b"".join(map(spell, seed)))
+        self._decoder.decode(_last_bytes(prompt_ids, pieces))
         self._carry = self._decoder.getstate()[0].decode("utf-8", "replace")
+        self._is_open = bool(self._carry)  # inside a character
 
-    def step(self, token_id: int) -> str | None:
-        """Return the text that this id completes."""
-        if token_id in self._skipped:
-            return None
-        return self._less_carry(self._decoder.decode(spell(token_id))) or None
+    def step(self, token_id: int) -> str:
+        """Return the text that this id completes, maybe none."""
+        piece = self._pieces[token_id]
+        if isinstance(piece, str) and not self._is_open:
+            return piece
+        text = self._decoder.decode(_bytes_of(piece))
+        self._is_open = bool(self._decoder.getstate()[0])
+        return self._less_carry(text)
 
     def flush(self) -> str:
         """Return U+FFFD where the last character is incomplete."""
+        self._is_open = False
         return self._less_carry(self._decoder.decode(b"", final=True))
 
     def _less_carry(self, text: str) -> str:
@@ -306,11 +318,18 @@ class ByteStream:
         return text
 
 
-def spell(token_id: int) -> bytes:
-    """Return the bytes of one id of `ByteTokenizer`."""
-    if token_id < 256:
-        return bytes((token_id,))
-    return {256: b"<start>", 257: b"<end>"}.get(token_id) or b"<%d>" % token_id
+def _bytes_of(piece: str | bytes) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+def _last_bytes(ids: Ids, pieces: Mapping[int, str | bytes]) -> bytes:
+    """Return enough of the prompt's end to know whether it is inside a character."""
+    spelled = b""
+    for index in range(len(ids) - 1, max(len(ids) - _MAX_SEED_IDS, 0) - 1, -1):
+        spelled = _bytes_of(pieces[int(ids[index])]) + spelled
+        if len(spelled) >= _MAX_CHAR_BYTES:
+            break
+    return spelled
 
 
 def _after_common(prefix: str, text: str) -> str:
@@ -323,7 +342,7 @@ def _after_common(prefix: str, text: str) -> str:
     return text[length:]
 
 
-def tail(ids: Ids, length: int, skipped: frozenset[int]) -> list[int]:
+def _tail(ids: Ids, length: int, skipped: frozenset[int]) -> list[int]:
     """Return the last `length` ids, less those that are skipped."""
     part = ids[-length:] if length else ()
     items = part.tolist() if isinstance(part, np.ndarray) else part

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aneuron.models.catalog import Progress
     from aneuron.outputs import EngineStats, ModelSpec
     from aneuron.prompt import Messages, Tokenizer
+    from aneuron.timeline import Timeline
 
 __all__ = ["Engine", "open_engine"]
 
@@ -70,8 +71,7 @@ class Engine:
         token_carry: how tokens travel from step to step; see docs/async_scheduling.md.
         tokenizer: in place of the model's own.
         revision: of a Hugging Face id.
-        progress: called as `progress(stage, done, total)` from a worker thread while the
-            model is fetched and loaded.
+        progress: called as `progress(stage, done, total)`, from a worker thread, while it loads.
         options: see `EngineConfig`.
 
     Raises:
@@ -157,7 +157,7 @@ class Engine:
     def _start(self, loaded: Loaded) -> None:
         self.loop = asyncio.get_running_loop()
         self.tokenizer = loaded.tokenizer
-        self.spec = loaded.model.spec
+        self.spec = loaded.models[0].spec
         self._max_model_len = loaded.max_model_len
         self._core = EngineCore.build(self.config, loaded, self.loop)
         # The only bare task: it owns the TaskGroup, so that open, generate and aclose may
@@ -208,8 +208,7 @@ class Engine:
             sampling: fields of `SamplingParams`.
 
         Returns:
-            A stream to iterate, or to await. Faults that need the tokenizer (an empty or
-            too long text) are raised there, at the first await.
+            A stream to iterate, or to await; an empty or too long text is raised there.
 
         Raises:
             InvalidRequest: a field is wrong; `param` names it.
@@ -261,8 +260,7 @@ class Engine:
         Prompts are drawn from the iterable as earlier ones end.
 
         Returns:
-            An async iterator of `(index of the prompt, Completion)`; a prompt that is
-            refused raises there, in its turn.
+            An async iterator of `(index of the prompt, Completion)`; a refused prompt raises there.
 
         Raises:
             InvalidRequest: a parameter is wrong.
@@ -351,6 +349,11 @@ class Engine:
     def device(self) -> Device:
         """The device of the open engine."""
         return self._core.runner.device
+
+    @property
+    def timeline(self) -> Timeline:
+        """When the last steps reached each stage; see `Engine(timeline=True)`."""
+        return self._core.timeline
 
     # ── checks ──────────────────────────────────────────────────────────────────────────
 

@@ -8,10 +8,13 @@ can be fed to the next launch: then the value never leaves the device on its way
 from __future__ import annotations
 
 import asyncio
+from asyncio import get_running_loop
+from math import nan
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from aneuron.errors import DeviceError
 
@@ -25,42 +28,71 @@ class DeviceFuture:
     changes nothing for the others, or for the device. A result that arrives after all
     waiters left, or after the loop closed, is kept or dropped in silence.
 
+    With a `reader`, the value stays on the device until somebody awaits it: the first
+    `await` asks for it, once. `discard` waits for the end of the program and asks nothing.
+
     Attributes:
         shape: of the value, known at launch.
         dtype: name of the value's dtype, known at launch.
         device_value: what a following launch is fed with; written and read by the
-            device's thread only.
+            device's threads only.
         device_error: the fault that a following launch inherits; likewise.
+        device_start_s, device_end_s: when its program ran, in seconds of
+            `time.monotonic()`; NaN before it has. Written by the device's thread.
+        read_s: when the value or the fault was on the loop; NaN before.
     """
 
     __slots__ = (
         "_done",
+        "_ended",
         "_error",
         "_loop",
+        "_reader",
         "_value",
         "_waiters",
+        "device_end_s",
         "device_error",
+        "device_start_s",
         "device_value",
         "dtype",
+        "read_s",
         "shape",
     )
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, shape: tuple[int, ...], dtype: str
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        shape: tuple[int, ...],
+        dtype: str,
+        reader: Callable[[DeviceFuture], None] | None = None,
     ) -> None:
-        """Make a pending future that belongs to `loop`."""
+        """Make a pending future that belongs to `loop`.
+
+        Args:
+            loop: where it resolves.
+            shape: of the value.
+            dtype: of the value.
+            reader: asks the device for the host value; None: it comes by itself.
+        """
         self.shape = shape
         self.dtype = dtype
         self.device_value: Any = None
         self.device_error: DeviceError | None = None
+        self.device_start_s = self.device_end_s = self.read_s = nan
         self._loop = loop
+        self._reader = reader
+        self._ended = False  # the program; its value may still be on the device
         self._done = False
         self._value: Any = None
         self._error: DeviceError | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
-        state = "pending" if not self._done else "failed" if self._error else "done"
+        if self._done:
+            state = "failed" if self._error else "done"
+        else:
+            state = "unread" if self._ended else "pending"
         return f"<DeviceFuture {state} {self.dtype}{list(self.shape)}>"
 
     def done(self) -> bool:
@@ -81,34 +113,82 @@ class DeviceFuture:
         return self._value
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if not self._done:
-            if asyncio.get_running_loop() is not self._loop:
-                raise RuntimeError("this DeviceFuture belongs to another event loop")
-            waiter = self._loop.create_future()
-            self._waiters.append(waiter)
+        while not self._done:
+            waiter = self._add_waiter()
+            if self._reader is not None:
+                reader, self._reader = self._reader, None
+                reader(self)
             try:
                 yield from waiter
-            finally:
-                # Cancelled: only this waiter goes. Resolved: the list is empty already.
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            except BaseException:
+                self._drop_waiter(waiter)
+                raise
         return self.result()
 
+    async def discard(self) -> None:
+        """Wait until the program has ended; an unread value is not copied to the host.
+
+        Raises:
+            DeviceError: it failed; a fresh instance each time.
+        """
+        while not (self._ended or self._done):
+            waiter = self._add_waiter()
+            try:
+                await waiter
+            except BaseException:
+                self._drop_waiter(waiter)
+                raise
+        if self._error is not None:
+            raise self._error.copy()
+
+    def _add_waiter(self) -> asyncio.Future[None]:
+        """Return a waiter of one's own, for the next change."""
+        if get_running_loop() is not self._loop:
+            raise RuntimeError("this DeviceFuture belongs to another event loop")
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _drop_waiter(self, waiter: asyncio.Future[None]) -> None:
+        # Woken in the same turn as it was cancelled: the list is empty already.
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+
+    # ── from a device thread: the crossing to the loop ──────────────────────────────────
+
     def post(self, value: Any, error: DeviceError | None = None) -> None:
-        """Resolve from a device thread: the crossing from there to the loop."""
+        """Resolve it."""
         try:
             self._loop.call_soon_threadsafe(self.resolve, value, error)
         except RuntimeError:
             # The loop has closed: nobody can be waiting.
             return
 
+    def post_complete(self) -> None:
+        """Say that the program has ended, and no more."""
+        try:
+            self._loop.call_soon_threadsafe(self.complete)
+        except RuntimeError:  # likewise
+            return
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────
+
     def resolve(self, value: Any, error: DeviceError | None = None) -> None:
-        """Resolve on the loop; the first result stands, later ones are dropped."""
+        """Take the host value, or the fault; the first stands, later ones are dropped."""
         if self._done:
             return
         self._done = True
         self._value = value
         self._error = error
+        self.read_s = monotonic()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def complete(self) -> None:
+        """Note that the program has ended and its value stays on the device for now."""
+        self._ended = True
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -43,6 +43,19 @@ class KVCacheManager:
         self.num_held[slot] += count
         return np.array(blocks, np.int32)
 
+    def extend(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give one block to each of these slots, int32 [n]; as many must be free.
+
+        Returns:
+            columns in the slots' block tables, and the blocks; both int32 [n].
+        """
+        blocks = [self._free.pop() for _ in range(len(slots))]
+        for slot, block in zip(slots.tolist(), blocks, strict=True):
+            self._held[slot].append(block)
+        columns = self.num_held[slots]
+        self.num_held[slots] = columns + 1
+        return columns, np.array(blocks, np.int32)
+
     def free(self, slot: int) -> None:
         """Take all blocks of a slot back."""
         self._free += reversed(self._held[slot])

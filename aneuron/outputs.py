@@ -8,9 +8,10 @@ Plain data, numpy columns on the hot path, no behaviour that waits or computes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbortReason",
+    "Break",
+    "BreakReason",
     "BreakStats",
     "Choice",
     "Completion",
@@ -29,6 +32,8 @@ __all__ = [
     "ModelSpec",
     "NewRequest",
     "SchedulerOutput",
+    "SlotWrites",
+    "StepRecord",
     "Timing",
     "Token",
     "Usage",
@@ -52,6 +57,79 @@ class AbortReason(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class BreakReason(StrEnum):
+    """Why a step was not simply fed with the device's own tokens."""
+
+    COMPOSITION_CHANGED = "composition_changed"  # another set of requests than the future's
+    SHAPE_MISMATCH = "shape_mismatch"
+    DTYPE_MISMATCH = "dtype_mismatch"
+    REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
+    GRAMMAR = "grammar"  # a mask needs the token before
+    HOOK = "hook"  # code of the user's must see the token first
+    SPECULATION = "speculation"  # the number of accepted tokens must be known
+    DRAIN = "drain"  # nothing could be planned before a step in flight gave its room back
+
+
+# ── one step, looked at afterwards ──────────────────────────────────────────────────────
+
+
+class Break(NamedTuple):
+    """One stop of the flow; seconds of `time.monotonic()`, equal where nothing waited."""
+
+    reason: BreakReason
+    start_s: float
+    end_s: float
+
+
+class StepRecord:
+    """When one step reached each stage, in seconds of `time.monotonic()`.
+
+    Made with its plan and written by whoever does the stage. NaN: not reached. The device's
+    own times are measured, or modelled on the simulated device.
+
+    Attributes:
+        step_id, is_decode: as in the plan.
+        request_ids: int64 [n], internal ids: the plan's own column.
+        num_scheduled: int32 [n], tokens of each: likewise.
+        is_async: fed with device values; None where the carry tells no difference.
+        begun_s, scheduled_s: `schedule()` was called, returned.
+        prepared_s: the inputs were written.
+        launched_s: the program was on the device's queue.
+        device_start_s, device_end_s: the program ran.
+        read_s: its tokens were on the loop.
+        applied_s: `update_from_output()` had taken them in.
+        detokenized_s: stop strings had been looked for.
+        delivered_s: its consumers had been woken.
+        breaks: stops of the flow on the way to the launch.
+    """
+
+    is_async: bool | None = None
+    begun_s = math.nan
+    scheduled_s = math.nan
+    prepared_s = math.nan
+    launched_s = math.nan
+    device_start_s = math.nan
+    device_end_s = math.nan
+    read_s = math.nan
+    applied_s = math.nan
+    detokenized_s = math.nan
+    delivered_s = math.nan
+    breaks: tuple[Break, ...] = ()
+
+    def __init__(
+        self,
+        step_id: int,
+        is_decode: bool,  # noqa: FBT001  as in the plan
+        request_ids: np.ndarray,
+        num_scheduled: np.ndarray,
+    ) -> None:
+        """Make the record of a step that has been planned."""
+        self.step_id = step_id
+        self.is_decode = is_decode
+        self.request_ids = request_ids
+        self.num_scheduled = num_scheduled
+
+
 # ── scheduler → runner ──────────────────────────────────────────────────────────────────
 
 
@@ -68,7 +146,7 @@ class NewRequest:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
 class SchedulerOutput:
     """The plan of one step; the rows are columns, in the scheduler's order.
 
@@ -83,13 +161,35 @@ class SchedulerOutput:
     num_scheduled: np.ndarray  # int32 [n], tokens of this step
     new_requests: tuple[NewRequest, ...]
     removed_slots: tuple[int, ...]  # slots that left the batch since the last plan
+    ending_slots: tuple[int, ...]  # whose token of this step is the last by length
     # blocks appended to requests that are in the batch already, all int32 [k]:
     block_slots: np.ndarray
     block_columns: np.ndarray
     block_ids: np.ndarray
+    record: StepRecord = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Begin the record of this step."""
+        self.record = StepRecord(self.step_id, self.is_decode, self.request_ids, self.num_scheduled)
 
 
 # ── runner → device ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrites:
+    """New contents of K slots on the device: all of a slot's state, so that it resets.
+
+    Travels with the launch that admits the slots' new owners, in queue order.
+    """
+
+    slots: np.ndarray  # int32 [K]
+    prompt_lens: np.ndarray  # int32 [K]
+    temperature: np.ndarray  # float32 [K]
+    top_k: np.ndarray  # int32 [K]
+    top_p: np.ndarray  # float32 [K]
+    min_p: np.ndarray  # float32 [K]
+    seed: np.ndarray  # int64 [K]
 
 
 @dataclass(slots=True)
@@ -100,6 +200,10 @@ class ModelInput:
     future has resolved. Tokens of a prefill are packed row after row. Padding: tokens have
     slot -1 (no write), rows have block 0 (the null block), context length 1 and start at
     the number of real tokens.
+
+    With `slots`, the device keeps the state of requests (carry `resident`): a decode reads
+    its rows' last tokens there, sampling reads its parameters there and writes its tokens,
+    and `prompt_lens` to `seed` below hold nothing.
     """
 
     is_decode: bool
@@ -107,7 +211,8 @@ class ModelInput:
     num_tokens: int  # tokens that count
     max_query_len: int  # most tokens of one row, rounded up to a bucket; 1 in decode
     all_greedy: bool  # no row samples: argmax is enough
-    input_ids: Any  # int32 [T], or the DeviceFuture of the step before ([T], unread)
+    input_ids: Any  # int32 [T]; or the DeviceFuture of the step before ([T], unread); or
+    #                 None: the last tokens of `slots`
     positions: np.ndarray  # int32 [T]
     slot_mapping: np.ndarray  # int32 [T], block * block_size + offset, -1 = no write
     query_start: np.ndarray  # int32 [R + 1], first token of each row
@@ -120,6 +225,9 @@ class ModelInput:
     top_p: np.ndarray  # float32 [R]
     min_p: np.ndarray  # float32 [R]
     seed: np.ndarray  # int64 [R]
+    num_likeliest: int | None = None  # that top-k and top-p of any row look at; None = all
+    slots: np.ndarray | None = None  # int32 [R]; the spare slot if a row's token does not count
+    writes: SlotWrites | None = None  # to be made before anything else of this launch
 
     @property
     def num_rows(self) -> int:
@@ -144,12 +252,13 @@ class ModelSpec:
     dtype: str  # of weights and KV cache
     sampled_dtype: str = "int32"
     on_device_sampling: bool = True  # False: executables return logits
+    has_slots: bool = False  # executables keep the last token of every slot
 
 
 # ── runner → scheduler ──────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelRunnerOutput:
     """A step's tokens on the host, in launch order."""
 

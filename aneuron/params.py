@@ -10,11 +10,14 @@ import math
 import numbers
 import secrets
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import InvalidRequest
 
-__all__ = ["SamplingParams"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["SamplingParams", "num_likeliest"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
@@ -154,3 +157,17 @@ def _check_stop_ids(ids: object) -> tuple[int, ...]:
     for token_id in ids:
         _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
     return tuple(int(token_id) for token_id in ids)
+
+
+def num_likeliest(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> int | None:
+    """Return how many of the likeliest tokens top-k and top-p of any row look at; None is all.
+
+    Args:
+        temperature: float32 [rows], 0 = greedy.
+        top_k: int32 [rows], 0 = all.
+        top_p: float32 [rows].
+    """
+    samples = temperature > 0
+    if (samples & (top_k == 0) & (top_p < 1)).any():
+        return None
+    return int((top_k * samples).max(initial=0))

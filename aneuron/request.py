@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aneuron.outputs import AbortReason, FinishReason
     from aneuron.params import SamplingParams
 
-__all__ = ["Request", "RequestState", "TextWatch"]
+__all__ = ["Request", "RequestState", "TextWatch", "wake"]
 
 
 class RequestState(Enum):
@@ -45,9 +45,8 @@ class Request:
     """One submission: prompt, what it asks for, its output columns and its end."""
 
     __slots__ = (
+        "_end_waiter",
         "_release_waiters",
-        "_waiter",
-        "_waiter_wants_end",
         "abort_reason",
         "arrival_s",
         "error",
@@ -67,6 +66,7 @@ class Request:
         "slot",
         "state",
         "stop_reason",
+        "waiter",
         "watch",
     )
 
@@ -94,8 +94,8 @@ class Request:
         self.is_released = False
         self.last_is_end_id = False  # ended by an end or stop id, which shows no text
         self.on_finish: list[Callable[[Request], None]] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._waiter_wants_end = False
+        self.waiter: asyncio.Future[None] | None = None  # the consumer's, for its next token
+        self._end_waiter: asyncio.Future[None] | None = None
         self._release_waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
@@ -125,7 +125,9 @@ class Request:
         self.finish_reason = reason
         self.stop_reason, self.abort_reason, self.error = stop_reason, abort_reason, error
         self.finished_s = now_s
-        self.notify()
+        wake((self,))
+        if self._end_waiter is not None and not self._end_waiter.done():
+            self._end_waiter.set_result(None)
         for callback in self.on_finish:
             callback(self)
         self.on_finish.clear()
@@ -148,24 +150,11 @@ class Request:
                 waiter.set_result(None)
         self._release_waiters.clear()
 
-    def notify(self) -> None:
-        """Wake the consumer, unless it waits for the end only and this is not the end."""
-        waiter = self._waiter
-        if waiter is None or (self._waiter_wants_end and not self.is_finished):
-            return
-        self._waiter = None
-        if not waiter.done():
-            waiter.set_result(None)
-
-    async def wait_news(self, loop: asyncio.AbstractEventLoop, *, end_only: bool = False) -> None:
-        """Wait for the next `notify()`; cancelled, it leaves nothing behind."""
-        waiter = self._waiter = loop.create_future()
-        self._waiter_wants_end = end_only
-        try:
-            await waiter
-        finally:
-            if self._waiter is waiter:
-                self._waiter = None
+    async def wait_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until it is finished; for one waiter at a time."""
+        if not self.is_finished:
+            self._end_waiter = loop.create_future()
+            await self._end_waiter
 
     async def wait_released(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait until slot and blocks are free."""
@@ -177,3 +166,13 @@ class Request:
             finally:
                 if waiter in self._release_waiters:
                     self._release_waiters.remove(waiter)
+
+
+def wake(requests: Iterable[Request]) -> None:
+    """Wake the consumers that wait for the next token, or the end, of these requests."""
+    for request in requests:
+        waiter = request.waiter
+        if waiter is not None:
+            request.waiter = None
+            if not waiter.done():  # cancelled
+                waiter.set_result(None)

@@ -8,24 +8,28 @@ path, there is an `await` in `execute_model`: a break of the flow, with its reas
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from aneuron.carry import BreakReason, Feed, HostIds, Mismatch, Remap
-from aneuron.errors import DeviceError
-from aneuron.outputs import ModelRunnerOutput
+from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
+from aneuron.errors import DeviceError, DeviceLost
+from aneuron.outputs import Break, BreakReason, BreakStats, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from aneuron.batch import InputBatch, Launch
     from aneuron.carry import Carry
     from aneuron.device import Device, Model
     from aneuron.futures import DeviceFuture
-    from aneuron.outputs import ModelInput, SchedulerOutput
+    from aneuron.outputs import ModelInput, SchedulerOutput, StepRecord
 
-__all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner"]
+__all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner", "Watchdog"]
+
+_logger = logging.getLogger("aneuron.flow")
 
 
 @dataclass(slots=True)
@@ -47,10 +51,25 @@ class FlowStats:
             self.async_steps += is_async
             self.sync_fallback_steps += not is_async
 
-    def note_break(self, reason: BreakReason, seconds: float = 0.0) -> None:
-        """Count a break and the time it cost."""
+    def note_break(self, record: StepRecord, reason: BreakReason, start_s: float) -> None:
+        """Count a break that ends now, and keep it with the step that it held up."""
+        one = Break(reason, start_s, monotonic())
+        record.breaks = (*record.breaks, one)
         self.break_counts[reason] = self.break_counts.get(reason, 0) + 1
+        seconds = one.end_s - start_s
         self.break_seconds[reason] = self.break_seconds.get(reason, 0.0) + seconds
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug(
+                "step %d: %s cost %.3f ms; requests %s",
+                record.step_id, reason, 1e3 * seconds, record.request_ids.tolist(),
+            )  # fmt: skip
+
+    def breaks(self) -> dict[str, BreakStats]:
+        """Return counts and times by the reasons' names."""
+        return {
+            reason.value: BreakStats(number, self.break_seconds[reason])
+            for reason, number in self.break_counts.items()
+        }
 
 
 class InFlightStep:
@@ -59,7 +78,15 @@ class InFlightStep:
     Materialized exactly once, by whoever awaits first: the materializer, or a break.
     """
 
-    __slots__ = ("_batch", "_launch", "_output", "_previous", "plan", "sampled_token_ids")
+    __slots__ = (
+        "_batch",
+        "_launch",
+        "_output",
+        "_previous",
+        "is_read",
+        "plan",
+        "sampled_token_ids",
+    )
 
     def __init__(
         self,
@@ -68,8 +95,20 @@ class InFlightStep:
         future: DeviceFuture,
         batch: InputBatch,
         previous: InFlightStep | None,
+        *,
+        is_read: bool = True,
     ) -> None:
-        """Make the handle; `previous` is the step launched before, if not yet settled."""
+        """Make the handle.
+
+        Args:
+            plan: of the step.
+            launch: of the plan.
+            future: of the launch.
+            batch: where its tokens are written.
+            previous: the step launched before, if not yet settled.
+            is_read: whether its tokens are copied to the host also without a break.
+        """
+        self.is_read = is_read
         self.plan = plan
         self.sampled_token_ids = future
         self._launch = launch
@@ -90,10 +129,14 @@ class InFlightStep:
         Raises:
             DeviceError: the step, or one that fed it, failed.
         """
-        if self._previous is not None:
-            await self._previous.settle()
+        if (previous := self._previous) is not None:
+            if previous._output is None:  # noqa: SLF001  its own kind
+                await previous.settle()
             self._previous = None
-        values = await self.sampled_token_ids
+        try:
+            values = await self.sampled_token_ids
+        finally:
+            self._note_run()
         if values.ndim == 2:
             values = await asyncio.to_thread(_sample_on_host, values, self._launch.inputs)
         # From here on nothing waits: the check and the write are one.
@@ -103,17 +146,42 @@ class InFlightStep:
 
     async def settle(self) -> None:
         """Wait as `get_output` does, and leave a failure to the materializer."""
+        if self._output is not None:
+            return
         try:
             await self.get_output()
         except DeviceError:
             return
 
+    async def discard(self) -> None:
+        """Wait for the step's end and leave its tokens on the device.
+
+        Raises:
+            DeviceError: the step, or one that fed it, failed.
+        """
+        self._previous = None
+        await self.sampled_token_ids.discard()
+
+    def fail(self, error: DeviceError) -> None:
+        """Resolve it with an error if it has no result yet."""
+        self.sampled_token_ids.resolve(None, error)
+
+    def _note_run(self) -> None:
+        """Record when the program ran: the output rank's, which is the first to be asked."""
+        record, future = self.plan.record, self.sampled_token_ids
+        if math.isnan(record.read_s) and future.done():
+            record.device_start_s = future.device_start_s
+            record.device_end_s = future.device_end_s
+            record.read_s = future.read_s
+
     def _materialize(self, values: Any) -> ModelRunnerOutput:
         launch = self._launch
         tokens = np.asarray(values)[: len(launch.slots)].astype(np.int32, copy=False)
-        output = ModelRunnerOutput(launch.slots[launch.emits], tokens[launch.emits])
-        self._batch.apply(output.slots, output.token_ids)
-        return output
+        slots, ends, emits = launch.slots, launch.ends, launch.emits
+        if emits is not None:
+            slots, ends, tokens = slots[emits], ends[emits], tokens[emits]
+        self._batch.apply(slots, ends, tokens)
+        return ModelRunnerOutput(slots, tokens)
 
 
 @dataclass(slots=True)
@@ -123,15 +191,36 @@ class AsyncExecutionBuffer:
     pending: InFlightStep | None = None
 
 
-class ModelRunner:
-    """One rank: a device, the model on it, and its view of the batch."""
+class Failable(Protocol):
+    """A step in flight, of one rank or of several."""
 
-    def __init__(self, device: Device, model: Model, batch: InputBatch, carry: Carry) -> None:
-        """Make a runner over a started device."""
+    def fail(self, error: DeviceError) -> None:
+        """Resolve it with an error if it has no result yet."""
+
+
+class ModelRunner:
+    """One rank: a device, the model on it, and its view of the batch.
+
+    The tokens of the output rank are read back each step; other ranks run the same plans,
+    and a break alone reads theirs.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        batch: InputBatch,
+        carry: Carry,
+        *,
+        is_output_rank: bool = True,
+    ) -> None:
+        """Make a runner over a device; `device.start` comes before the first step."""
         self.device = device
         self.model = model
         self.batch = batch
         self.carry = carry
+        self.is_output_rank = is_output_rank
+        self._is_read = is_output_rank or carry.reads_all_ranks
         self.stats = FlowStats()
         self.async_execution_buffer = AsyncExecutionBuffer()
         self._executed: tuple[SchedulerOutput, Launch, DeviceFuture] | None = None
@@ -141,7 +230,7 @@ class ModelRunner:
         pending = self.async_execution_buffer.pending
         if self.carry.composition_changed(plan, pending):
             # Before any state changes: afterwards the batch holds every token.
-            await self._break(pending, BreakReason.COMPOSITION_CHANGED)
+            await self._break(plan, pending, BreakReason.COMPOSITION_CHANGED)
             pending = None
         self.batch.update(plan)
         launch = self.batch.prepare(plan)
@@ -150,13 +239,13 @@ class ModelRunner:
             case Feed(tokens):
                 launch.inputs.input_ids = tokens
             case Remap(tokens, order):
-                launch.inputs.input_ids = self._remap(tokens, order)
+                launch.inputs.input_ids = self._remap(plan, tokens, order)
             case Mismatch(reason):
-                await self._break(pending, reason)
+                await self._break(plan, pending, reason)
                 launch = self.batch.prepare(plan)
-            case HostIds():
-                pass
-        self._launch_forward(plan, launch, is_async=isinstance(decision, Feed))
+            case HostIds() | FromSlots():
+                pass  # as prepared
+        self._launch_forward(plan, launch, is_async=isinstance(decision, Feed | FromSlots))
 
     def sample_tokens(self) -> InFlightStep:
         """Return the step in flight; its executable samples, so there is no more to launch."""
@@ -164,36 +253,100 @@ class ModelRunner:
         plan, launch, future = self._executed
         self._executed = None
         previous = self.async_execution_buffer.pending
-        step = InFlightStep(plan, launch, future, self.batch, previous)
+        step = InFlightStep(plan, launch, future, self.batch, previous, is_read=self._is_read)
         self.async_execution_buffer.pending = step
         return step
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the device; see `Device.start`."""
+        self.device.start(loop)
+
+    def close(self) -> list[DeviceFuture]:
+        """Close the device; the future resolves when its threads have ended."""
+        return [self.device.close()]
+
+    def records(self) -> dict[str, int]:
+        """Return how much is kept of requests and steps; all 0 when idle."""
+        pending = self.async_execution_buffer.pending
+        return {"rows": self.batch.num_reqs, "pending step": int(pending is not None)}
 
     def drain(self, removed_slots: tuple[int, ...]) -> None:
         """Let go of everything; called when nothing is in flight and nothing waits."""
         self.async_execution_buffer.pending = None
         self.batch.remove(removed_slots)
 
-    async def _break(self, pending: InFlightStep | None, reason: BreakReason) -> None:
+    async def _break(
+        self, plan: SchedulerOutput, pending: InFlightStep | None, reason: BreakReason
+    ) -> None:
         """Force a pending future, so that the batch holds its tokens.
 
         Cancelled, the engine is closing: the step stays with the materializer.
         """
         assert pending is not None
-        started_s = monotonic()
+        start_s = monotonic()
         await pending.settle()
-        self.stats.note_break(reason, monotonic() - started_s)
+        self._note_break(plan, reason, start_s)
 
-    def _remap(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:
-        self.stats.note_break(BreakReason.REORDERED)
+    def _remap(
+        self, plan: SchedulerOutput, tokens: DeviceFuture, order: np.ndarray
+    ) -> DeviceFuture:
+        self._note_break(plan, BreakReason.REORDERED, monotonic())
         return self.device.gather(tokens, order)
 
+    def _note_break(self, plan: SchedulerOutput, reason: BreakReason, start_s: float) -> None:
+        if self.is_output_rank:  # all ranks break alike: it counts once
+            self.stats.note_break(plan.record, reason, start_s)
+
     def _launch_forward(self, plan: SchedulerOutput, launch: Launch, *, is_async: bool) -> None:
-        future = self.device.launch(self.model.executable(launch.inputs), launch.inputs)
+        record = plan.record
+        record.prepared_s = monotonic()
+        executable = self.model.executable(launch.inputs)
+        future = self.device.launch(executable, launch.inputs, read=self._is_read)
         self.batch.advance(plan)
         self._executed = (plan, launch, future)
-        self.stats.note_step(
-            is_decode=plan.is_decode, is_async=is_async if self.carry.counts_steps else None
-        )
+        record.is_async = is_async if self.carry.counts_steps else None
+        self.stats.note_step(is_decode=plan.is_decode, is_async=record.is_async)
+        record.launched_s = monotonic()
+
+
+class Watchdog:
+    """Fails a step that stays silent for too long, so that its device counts as lost.
+
+    One timer, set once per time-out and not per step; none while nothing is in flight.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Make one that allows a step `timeout_s` seconds after the step before."""
+        self.timeout_s = timeout_s
+        self._late = DeviceLost(f"no step has finished for {timeout_s:g} s (step_timeout_s)")
+        self._watched: Failable | None = None
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, step: Failable) -> None:
+        """Note that this step is waited for from now on."""
+        self._watched, self._since_s = step, monotonic()
+        if self._timer is None:
+            self._set(self.timeout_s)
+
+    def rest(self) -> None:
+        """Stop the timer: nothing is in flight."""
+        self._watched = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        assert self._watched is not None
+        left_s = self._since_s + self.timeout_s - monotonic()
+        if left_s > 0:
+            self._set(left_s)
+        else:
+            self._watched.fail(self._late)
 
 
 def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:

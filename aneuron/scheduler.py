@@ -2,8 +2,8 @@
 
 Comes in: requests, and the output of each step. Goes out: `SchedulerOutput`, the plan of
 one step. Pure bookkeeping on the loop: no device, no await, no knowledge of async or sync.
-State of running requests is columns by slot; a slot is held from admission until the last
-step in flight that holds it has been applied, so a late token always finds its request.
+State of running requests is columns by slot, worked on whole: a mask costs less than a
+gather.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from aneuron.outputs import FinishReason, NewRequest, SchedulerOutput
 from aneuron.request import Request, RequestState
+from aneuron.slots import SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from aneuron.errors import AneuronError
     from aneuron.kv_cache import KVCacheManager
     from aneuron.outputs import ModelRunnerOutput
+    from aneuron.params import SamplingParams
 
 __all__ = ["Scheduler"]
 
-_NO_UPDATES = (np.zeros(0, np.int32),) * 3
+_NO_SLOTS = np.zeros(0, np.int32)
+_NO_UPDATES = (_NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
 # Padded query positions of a prefill, per token of the budget. Attention pads every row to
 # the longest: one long prompt beside many short ones would cost that many long ones.
 _MAX_PADDING = 2
@@ -58,21 +61,19 @@ class Scheduler:
         self._waiting: dict[int, Request] = {}
         self._preempted: dict[int, Request] = {}
         self._order: list[int] = []  # slots of running requests, oldest first
-        self._order_array = np.zeros(0, np.int32)
+        self._prefilling: list[int] = []  # those whose prompt is not all planned, oldest first
         self._removed: list[int] = []  # slots that left since the last plan
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._request_of: list[Request | None] = [None] * num_slots
-        self._ids = np.zeros(num_slots, np.int64)  # internal request ids
-        self._computed = np.zeros(num_slots, np.int32)  # tokens whose KV is planned
-        self._prefill_end = np.zeros(num_slots, np.int32)  # decode state from here on
-        self._known = np.zeros(num_slots, np.int32)  # tokens on the host
-        self._pending = np.zeros(num_slots, np.int32)  # sampled tokens in flight
-        self._limit = np.zeros(num_slots, np.int32)  # tokens at which it ends by length
-        self._min_known = np.zeros(num_slots, np.int32)  # no stop before this
+        self._slots = SlotTable(num_slots, kv)
+        self._computed = np.zeros(num_slots, np.int32)  # prompt tokens planned
+        self._prefill_end = np.zeros(num_slots, np.int32)  # prompt tokens
+        # Tokens in flight are off these two, so a row that will end by length, and one that
+        # needs a block, are known one step ahead. 0 also where a slot is not decoding.
+        self._left = np.zeros(num_slots, np.int32)  # tokens until it ends by length
+        self._room = np.zeros(num_slots, np.int32)  # tokens that its blocks still take
         self._stop_ids = np.full((num_slots, 1), -1, np.int32)
-        self._held = np.zeros(num_slots, np.int32)  # steps in flight that hold the slot
-        self._leaving = np.zeros(num_slots, np.bool_)  # finished or preempted, still held
-        self._num_leaving = 0
+        self._decoding: tuple[np.ndarray, np.ndarray] | None = None  # slots and ids, all ready
+        self._ending: list[int] = []  # slots whose token of the plan being made is the last
+        self._ones = np.ones(max_num_seqs, np.int32)
         self._prefilled_last = False
         self._step_id = 0
         self.num_preemptions = 0
@@ -92,12 +93,17 @@ class Scheduler:
     @property
     def num_held(self) -> int:
         """Slots that a request, or a step in flight, holds."""
-        return len(self._order) + self._num_leaving
+        return len(self._order) + len(self._slots.leaving)
 
     @property
     def is_empty(self) -> bool:
         """Nothing runs, waits, or is held by a step in flight."""
         return not (self.num_held or self.num_waiting)
+
+    @property
+    def wants_room(self) -> bool:
+        """Somebody waits, or could go on: slots, blocks or tokens in flight are missing."""
+        return bool(self.num_waiting or self._left.any())
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt is known and fits."""
@@ -117,19 +123,18 @@ class Scheduler:
         if state is RequestState.RUNNING:
             self._leave(request.slot)
         request.finish(reason, now_s=self.clock(), **facts)
+        self._slots.forget_receivers()
         if request.slot >= 0:
-            self._release_if_unheld(request.slot)
+            self._slots.release_unheld()
         else:
             request.release()
 
     def abandon(self, error: AneuronError) -> None:
         """End every request and free everything: no step in flight will come back."""
-        self._held[:] = 0
-        holders = [request for request in self._request_of if request is not None]
+        holders = self._slots.holders
         for request in [*holders, *self._waiting.values(), *self._preempted.values()]:
             self.finish(request, FinishReason.ERROR, error=error.copy())
-            if request.slot >= 0:  # it had finished, and a step held it
-                self._release_if_unheld(request.slot)
+        self._slots.applied(self._step_id)
 
     def take_removed(self) -> tuple[int, ...]:
         """Return the slots that left the batch since the last plan, and forget them."""
@@ -149,6 +154,8 @@ class Scheduler:
         return plan
 
     def _schedule_prefill(self) -> SchedulerOutput | None:
+        if not (self._prefilling or self._waiting or self._preempted):
+            return None
         budget = self.max_num_batched_tokens
         slots, counts = self._continue_prefills(budget)
         budget -= sum(counts)
@@ -165,22 +172,36 @@ class Scheduler:
             return None
         slot_array, count_array = np.array(slots, np.int32), np.array(counts, np.int32)
         self._computed[slot_array] += count_array
+        self._slots.hold(slot_array, self._step_id + 1)
         last = self._computed[slot_array] >= self._prefill_end[slot_array]
-        self._pending[slot_array[last]] += 1  # a chunk that is not the last gives no token
-        return self._plan(slot_array, count_array, is_decode=False, new=tuple(new))
+        self._begin_decode(slot_array[last].tolist())
+        return self._plan(
+            slot_array, self._slots.request_ids[slot_array], count_array, is_decode=False,
+            new=tuple(new),
+        )  # fmt: skip
 
     def _continue_prefills(self, budget: int) -> tuple[list[int], list[int]]:
         """Return slots and counts of prompts that were cut and go on."""
         slots: list[int] = []
         counts: list[int] = []
-        order = self._order_array
-        for slot in order[self._computed[order] < self._prefill_end[order]].tolist():
+        for slot in self._prefilling:
             count = min(budget, int(self._prefill_end[slot] - self._computed[slot]))
             if count:
                 slots.append(slot)
                 counts.append(count)
                 budget -= count
         return slots, counts
+
+    def _begin_decode(self, slots: list[int]) -> None:
+        """Note that these prompts are planned to their end, and so give their first token."""
+        self._decoding = None
+        for slot in slots:
+            self._prefilling.remove(slot)
+            num_tokens = int(self._prefill_end[slot])
+            self._left[slot] = self._limit_of(self._slots[slot]) - num_tokens - 1
+            self._room[slot] = self.kv.num_held[slot] * self.kv.block_size - num_tokens
+            if not self._left[slot]:
+                self._ending.append(slot)
 
     def _packs(self, counts: list[int], count: int) -> bool:
         """Whether one more row of `count` tokens goes well with the others of a prefill."""
@@ -189,7 +210,7 @@ class Scheduler:
 
     def _admissible(self) -> Request | None:
         """Return the request that is next in line, if it can be admitted now."""
-        if len(self._order) >= self.max_num_seqs or not self._free_slots:
+        if len(self._order) >= self.max_num_seqs or not self._slots.num_free:
             return None
         queue = self._preempted or self._waiting  # preempted ones are older
         if not queue:
@@ -206,34 +227,30 @@ class Scheduler:
         """Give a request its slot and the blocks for all its tokens so far."""
         self._waiting.pop(request.request_id, None)
         self._preempted.pop(request.request_id, None)
-        slot = self._free_slots.pop()
+        slot = self._slots.take(request)
         assert request.prompt_ids is not None
         token_ids = np.concatenate([request.prompt_ids, np.asarray(request.output_ids, np.int32)])
         blocks = self.kv.allocate(slot, self.kv.blocks_for(len(token_ids)))
         assert blocks is not None
-        request.slot = slot
         request.state = RequestState.RUNNING
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self.clock()
-        self._request_of[slot] = request
-        self._set_columns(slot, request, len(token_ids))
+        self._computed[slot] = 0
+        self._prefill_end[slot] = len(token_ids)
+        self._set_stop_ids(slot, request.params)
         self._order.append(slot)
-        self._order_array = np.array(self._order, np.int32)
+        self._prefilling.append(slot)
         return NewRequest(
             request.request_id, slot, token_ids, request.prompt_len, blocks, request.params,
             request.seed,
         )  # fmt: skip
 
-    def _set_columns(self, slot: int, request: Request, num_known: int) -> None:
-        params, prompt_len = request.params, request.prompt_len
-        room = self.length_limit - prompt_len
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._ids[slot] = request.request_id
-        self._computed[slot] = 0
-        self._prefill_end[slot] = self._known[slot] = num_known
-        self._pending[slot] = 0
-        self._limit[slot] = prompt_len + max_tokens
-        self._min_known[slot] = prompt_len + min(params.min_tokens, room)
+    def _limit_of(self, request: Request) -> int:
+        """Return at how many tokens a request ends by length."""
+        max_tokens, most = request.params.max_tokens, self.length_limit
+        return most if max_tokens is None else min(request.prompt_len + max_tokens, most)
+
+    def _set_stop_ids(self, slot: int, params: SamplingParams) -> None:
         stop_ids = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
         missing = len(stop_ids) - self._stop_ids.shape[1]
         if missing > 0:
@@ -242,77 +259,78 @@ class Scheduler:
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def _schedule_decode(self) -> SchedulerOutput | None:
-        slots = self._order_array
-        ready = (self._computed[slots] >= self._prefill_end[slots]) & (
-            # Tokens in flight count: a row that will end by length is not launched again.
-            self._known[slots] + self._pending[slots] < self._limit[slots]
-        )
-        if not ready.all():
-            slots = slots[ready]
-        short = slots[self._computed[slots] >= self.kv.num_held[slots] * self.kv.block_size]
-        slots, updates = self._grow(slots, short) if short.size else (slots, _NO_UPDATES)
-        if not slots.size:
+        ready = self._left > 0
+        updates, is_starved = _NO_UPDATES, False
+        short = (self._room < ready).nonzero()[0]
+        if short.size:
+            if self.kv.num_free < short.size:
+                short = self._make_room(short)
+                is_starved = True
+            updates = self._grow(short.astype(np.int32))
+            if is_starved:  # some were preempted, or get no block and sit this step out
+                ready = (self._left > 0) & (self._room > 0)
+        num = np.count_nonzero(ready)
+        if not num:
             return None
-        self._computed[slots] += 1
-        self._pending[slots] += 1
-        return self._plan(slots, np.ones(len(slots), np.int32), is_decode=True, updates=updates)
+        # Until it is reset rows only drop out: as many as before are the same ones.
+        if self._decoding is None or len(self._decoding[0]) != num or is_starved:
+            slots = ready.nonzero()[0].astype(np.int32)
+            self._decoding = slots, self._slots.request_ids[slots]
+        slots, ids = self._decoding
+        if is_starved:
+            self._decoding = None
+        self._left -= ready
+        self._room -= ready
+        spent = self._left < ready
+        if np.count_nonzero(spent):
+            self._ending += spent.nonzero()[0].tolist()
+        self._slots.hold(ready, self._step_id + 1)
+        return self._plan(slots, ids, self._ones[:num], is_decode=True, updates=updates)
 
-    def _grow(
-        self, slots: np.ndarray, short: np.ndarray
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Give each short row its next block; rows that get none sit this step out."""
-        if self._make_room(len(short)):
-            slots = slots[np.isin(slots, self._order_array)]
-            short = short[np.isin(short, self._order_array)]
-        grown: dict[int, tuple[int, int]] = {}
-        for slot in short.tolist():
-            column = int(self.kv.num_held[slot])
-            if (blocks := self.kv.allocate(slot, 1)) is not None:
-                grown[slot] = (column, int(blocks[0]))
-        if len(grown) < len(short):
-            slots = slots[~np.isin(slots, [slot for slot in short.tolist() if slot not in grown])]
-        columns = np.array(list(grown.values()), np.int32).reshape(-1, 2)
-        return slots, (np.array(list(grown), np.int32), columns[:, 0], columns[:, 1])
+    def _grow(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Give these slots their next block; return slots, columns of their tables, blocks."""
+        self._room[short] = self.kv.block_size  # they had none left
+        return short, *self.kv.extend(short)
 
-    def _make_room(self, wanted: int) -> bool:
-        """Preempt, latest first, until enough blocks are or come free; say if any was.
+    def _make_room(self, short: np.ndarray) -> np.ndarray:
+        """Preempt, latest first, until enough blocks are or come free; return who gets one now.
 
         Blocks of requests that left come free with the step that holds them: waiting is
         cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
         """
-        before = self.num_preemptions
-        coming = int(self.kv.num_held[self._leaving].sum()) if self._num_leaving else 0
+        wanted = len(short)
+        coming = sum(int(self.kv.num_held[slot]) for slot in self._slots.leaving)
         while self.kv.num_free + coming < wanted and len(self._order) > 1:
-            victim = self._request_of[self._order[-1]]
-            assert victim is not None
-            slot = victim.slot
+            slot = self._order[-1]
             # The victim may be one of the rows that want a block, and then wants none.
-            if self._computed[slot] >= self.kv.num_held[slot] * self.kv.block_size:
-                wanted -= 1
-            coming += int(self.kv.num_held[slot]) if self._held[slot] else 0
-            self._preempt(victim)
-        return self.num_preemptions > before
+            wanted -= bool(self._left[slot] and not self._room[slot])
+            coming += int(self.kv.num_held[slot]) if self._slots.is_held(slot) else 0
+            self._preempt(self._slots[slot])
+        wanting = set(short.tolist())
+        oldest_first = [slot for slot in self._order if slot in wanting]
+        return np.array(oldest_first[: self.kv.num_free], np.int32)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self._preempted[request.request_id] = request
-        self._leave(request.slot)
         request.state = RequestState.PREEMPTED
-        self._release_if_unheld(request.slot)
+        self._leave(request.slot)
+        self._slots.release_unheld()
 
     def _plan(
         self,
         slots: np.ndarray,
+        ids: np.ndarray,
         counts: np.ndarray,
         *,
         is_decode: bool,
         new: tuple[NewRequest, ...] = (),
         updates: tuple[np.ndarray, np.ndarray, np.ndarray] = _NO_UPDATES,
     ) -> SchedulerOutput:
-        self._held[slots] += 1
         self._step_id += 1
+        ending, self._ending = tuple(self._ending), []
         return SchedulerOutput(
-            self._step_id, is_decode, self._ids[slots], slots, counts, new, self.take_removed(),
+            self._step_id, is_decode, ids, slots, counts, new, self.take_removed(), ending,
             *updates,
         )  # fmt: skip
 
@@ -321,80 +339,41 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Take a step's tokens; return the requests that got one, each with it appended."""
         slots, tokens = output.slots, output.token_ids
-        self._known[slots] += 1
-        self._pending[slots] -= 1
-        updated = self._append(slots, tokens)
+        updated = self._slots.append(slots, tokens)
         if not plan.is_decode:
             now_s = self.clock()
             for request in updated:
                 if request.first_token_s is None:
                     request.first_token_s = now_s
-        hit = tokens == self._stop_ids[slots].T
-        stopped = hit.any(axis=0) & (self._known[slots] >= self._min_known[slots])
-        ended = stopped | (self._known[slots] >= self._limit[slots])
-        for row in ended.nonzero()[0].tolist():
-            self._end(int(slots[row]), int(tokens[row]), stopped=bool(stopped[row]))
-        self._drop(plan)
+        hits = self._stop_ids.take(slots, axis=0) == tokens[:, None]
+        if np.count_nonzero(hits):
+            for row in hits.any(axis=1).nonzero()[0].tolist():
+                self._stop(self._slots[int(slots[row])], int(tokens[row]))
+        for slot in plan.ending_slots:
+            self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
+        self._slots.applied(plan.step_id)
         return updated
 
-    def _append(self, slots: np.ndarray, tokens: np.ndarray) -> list[Request]:
-        updated: list[Request] = []
-        request_of = self._request_of
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            request = request_of[slot]
-            if request is not None and request.finish_reason is None:
-                request.output_ids.append(token)
-                updated.append(request)
-        return updated
-
-    def _end(self, slot: int, token: int, *, stopped: bool) -> None:
-        request = self._request_of[slot]
-        if request is None or request.is_finished:  # a surplus row: its end stands
+    def _stop(self, request: Request, token: int) -> None:
+        """End a request at an end id or stop id, unless it comes too early."""
+        room = self._limit_of(request) - request.prompt_len
+        if request.is_finished or len(request.output_ids) < min(request.params.min_tokens, room):
             return
+        request.last_is_end_id = True
         named = token in request.params.stop_token_ids
-        request.last_is_end_id = stopped
-        self.finish(
-            request,
-            FinishReason.STOP if stopped else FinishReason.LENGTH,
-            stop_reason=token if stopped and named else None,
-        )
+        self.finish(request, FinishReason.STOP, stop_reason=token if named else None)
 
     def fail(self, plan: SchedulerOutput, error: AneuronError) -> None:
         """End the requests of a step that failed on the device, and let go of the step."""
         for slot in plan.slots.tolist():
-            request = self._request_of[slot]
-            if request is not None:
-                self.finish(request, FinishReason.ERROR, error=error.copy())
-        self._drop(plan)
-
-    def _drop(self, plan: SchedulerOutput) -> None:
-        """Let go of a step: what left and is held by no other step comes free."""
-        slots = plan.slots
-        self._held[slots] -= 1
-        if self._num_leaving:
-            for slot in slots[self._leaving[slots]].tolist():
-                self._release_if_unheld(slot)
-
-    # ── leaving ─────────────────────────────────────────────────────────────────────────
+            self.finish(self._slots[slot], FinishReason.ERROR, error=error.copy())
+        self._slots.applied(plan.step_id)
 
     def _leave(self, slot: int) -> None:
         self._order.remove(slot)
-        self._order_array = np.array(self._order, np.int32)
+        if slot in self._prefilling:
+            self._prefilling.remove(slot)
+        self._left[slot] = self._room[slot] = 0
+        self._decoding = None
         self._removed.append(slot)
-        self._leaving[slot] = True
-        self._num_leaving += 1
-
-    def _release_if_unheld(self, slot: int) -> None:
-        """Free slot and blocks of a request that left, once no step in flight holds them."""
-        if self._held[slot] or not self._leaving[slot]:
-            return
-        request = self._request_of[slot]
-        assert request is not None
-        self.kv.free(slot)
-        self._leaving[slot] = False
-        self._num_leaving -= 1
-        self._request_of[slot] = None
-        self._free_slots.append(slot)
-        request.slot = -1
-        if request.is_finished:
-            request.release()
+        self._slots.leave(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from asyncio import CancelledError, current_task
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aneuron.detokenize import Detokenizer
@@ -16,7 +17,7 @@ from aneuron.errors import AneuronError, InternalError
 from aneuron.outputs import Choice, Completion, FinishReason, Timing, Token, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator
+    from collections.abc import Callable, Coroutine, Generator
 
     from aneuron.params import SamplingParams
     from aneuron.prompt import Ids, Tokenizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumers", "StopWatch", "StreamOwner", "TokenStream"]
 
+_BUSY = "another task consumes this TokenStream; a stream has one consumer"
 _YIELD_EVERY = 64  # ready tokens that a stream gives before it lets others run
 
 
@@ -63,6 +65,11 @@ class StopWatch:
         except Exception as fault:
             raise InternalError(f"decoding failed: {fault}") from fault
 
+    def reader(self) -> Callable[[int], str]:
+        """Return what gives the text of each token in turn, once it has been fed."""
+        texts = iter(self.texts)
+        return lambda _: next(texts)
+
     def feed(self, token_id: int) -> str | None:
         """Take one token; return the stop string that it completed, if any."""
         self.texts.append("")  # also if decoding fails: one text a token
@@ -73,7 +80,7 @@ class StopWatch:
 class Consumable(Protocol):
     """A stream that one task at a time consumes."""
 
-    consumer: weakref.ref[asyncio.Task[Any]] | None
+    consumer: asyncio.Task[Any] | None
 
     def cancel(self) -> None:
         """End it, now."""
@@ -83,8 +90,8 @@ class Consumers:
     """The tasks that consume an engine's streams, so that a *cancelled* one ends them.
 
     Its traceback may keep a stream alive for a long time, so the stream's finaliser alone
-    would be late. A consumer that ends normally may hand its stream on. Tasks and streams
-    are held weakly.
+    would be late. A consumer that ends normally may hand its stream on. Streams are held
+    weakly here, and a stream lets go of a task that has ended.
     """
 
     def __init__(self) -> None:
@@ -96,9 +103,9 @@ class Consumers:
     def follow(self, stream: Consumable) -> None:
         """Note that the current task consumes `stream` from now on."""
         task = asyncio.current_task()
-        if task is None or (stream.consumer is not None and stream.consumer() is task):
+        if task is None or stream.consumer is task:
             return
-        stream.consumer = weakref.ref(task)
+        stream.consumer = task
         streams = self._streams.get(task)
         if streams is None:
             streams = self._streams[task] = weakref.WeakSet()
@@ -107,9 +114,10 @@ class Consumers:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         streams = self._streams.pop(task, ())
-        if task.cancelled():
-            for stream in list(streams):
-                if stream.consumer is not None and stream.consumer() is task:  # not handed on
+        for stream in list(streams):
+            if stream.consumer is task:  # not handed on
+                stream.consumer = None
+                if task.cancelled():
                     stream.cancel()
 
 
@@ -132,7 +140,10 @@ class TokenStream:
     def __init__(self, owner: StreamOwner, request: Request) -> None:
         """Made by `Engine.generate` and `Engine.chat`."""
         self._owner = owner
+        self._loop = owner.loop
+        self._new_future = owner.loop.create_future
         self._request = request
+        self._step: Callable[[int], str | None] | None = None
         self._detokenizer: Detokenizer | None = None
         self._pieces: list[str] = []
         self._num_read = 0
@@ -141,7 +152,7 @@ class TokenStream:
         self._is_whole = False  # the pieces of an aborted answer hold its unread text, too
         self._fault: AneuronError | None = None
         self._busy = False
-        self.consumer: weakref.ref[asyncio.Task[Any]] | None = None
+        self.consumer: asyncio.Task[Any] | None = None
 
     def __repr__(self) -> str:
         return f"<TokenStream {self._request!r}>"
@@ -158,24 +169,54 @@ class TokenStream:
 
     async def __anext__(self) -> Token:
         """Return the next token; cancelling the waiting task cancels the request."""
-        self._claim()
-        if self._num_ready == _YIELD_EVERY:  # before a token is taken: none is lost here
+        # Every token of every consumer comes through here: one coroutine, few calls. Locals
+        # come before calls, since 3.11 is slow at calling what an instance holds.
+        if self._busy:
+            raise RuntimeError(_BUSY)
+        if self.consumer is not current_task(self._loop):
+            self._owner.consumers.follow(self)
+        request, index = self._request, self._num_read
+        ids = request.output_ids
+        if index == len(ids) and request.finish_reason is None:
+            new_future = self._new_future
             self._num_ready = 0
+            self._busy = True
+            try:
+                while True:
+                    waiter = request.waiter = new_future()
+                    await waiter
+                    if index < len(ids) or request.finish_reason is not None:
+                        break
+            except CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._busy = False
+                request.waiter = None  # also when this coroutine is closed
+        elif self._num_ready < _YIELD_EVERY:
+            self._num_ready += 1
+        else:  # before a token is taken: none is lost here
+            self._num_ready = 1
             await self._waiting(asyncio.sleep(0))
-        while (token := self._next_ready()) is None:
-            if self._ended:
-                raise StopAsyncIteration
-            await self._wait(end_only=False)
-        self._num_ready += 1
-        return token
+        if request.finish_reason is not None:
+            return self._next_of_finished()
+        token_id = ids[index]
+        self._num_read = index + 1
+        try:
+            step = self._step or self._make_step()
+            text = step(token_id) or ""
+        except Exception as fault:
+            raise self._decoding_failed(fault) from fault
+        self._pieces.append(text)
+        return Token(text, token_id, index)
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._collect().__await__()
 
     async def _collect(self) -> Completion:
         self._claim()
-        while not self._request.is_finished:
-            await self._wait(end_only=True)
+        if not self._request.is_finished:
+            await self._waiting(self._request.wait_end(self._loop))
         error = self._fault or self._request.error
         if error is not None:
             self._ended = True
@@ -190,16 +231,13 @@ class TokenStream:
         """Turn unread tokens into text: they are no items any more, but in the completion."""
         request = self._request
         while self._num_read < len(request.output_ids):
-            self._pieces.append(self._text(self._num_read, request.output_ids[self._num_read]))
+            self._pieces.append(self._text(request.output_ids[self._num_read]))
             self._num_read += 1
             if self._num_read % _YIELD_EVERY == 0:
                 await self._waiting(asyncio.sleep(0))
         if not self._is_whole:
             self._is_whole = True
             self._pieces.append(self._held_text())
-
-    async def _wait(self, *, end_only: bool) -> None:
-        await self._waiting(self._request.wait_news(self._owner.loop, end_only=end_only))
 
     async def _waiting(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait as the one consumer; cancelled, the request ends with the wait."""
@@ -214,34 +252,30 @@ class TokenStream:
 
     def _claim(self) -> None:
         if self._busy:
-            raise RuntimeError("another task consumes this TokenStream; a stream has one consumer")
+            raise RuntimeError(_BUSY)
         self._owner.consumers.follow(self)
 
-    def _next_ready(self) -> Token | None:
+    def _next_of_finished(self) -> Token:
         request = self._request
         index, ids, reason = self._num_read, request.output_ids, request.finish_reason
         if self._ended:
-            return None
+            raise StopAsyncIteration
         if index < len(ids) and reason is not FinishReason.ABORT:
             self._num_read += 1
             if index + 1 == len(ids) and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return self._last(index, ids[index])
-            text = self._text(index, ids[index])
+            text = self._text(ids[index])
             self._pieces.append(text)
             return Token(text, ids[index], index)
-        if reason is None:
-            return None
         if request.error is not None:
             self._ended = True
             raise request.error.copy()
         return self._last(index, None)
 
-    def _text(self, index: int, token_id: int) -> str:
+    def _text(self, token_id: int) -> str:
+        """Return the text of the next token."""
         try:
-            watch = self._request.watch
-            if isinstance(watch, StopWatch):
-                return watch.texts[index]
-            return self._text_source().feed(token_id)
+            return (self._step or self._make_step())(token_id) or ""
         except Exception as fault:
             raise self._decoding_failed(fault) from fault
 
@@ -257,6 +291,14 @@ class TokenStream:
         self._ended = True
         self.cancel()
         return self._fault.copy()
+
+    def _make_step(self) -> Callable[[int], str | None]:
+        watch, source = self._request.watch, self._text_source()
+        if isinstance(watch, StopWatch):
+            self._step = watch.reader()
+        else:
+            self._step = source.feed if self._request.params.stop else source.step
+        return self._step
 
     def _text_source(self) -> Detokenizer:
         if self._detokenizer is None:
@@ -280,7 +322,7 @@ class TokenStream:
         by_string = isinstance(request.stop_reason, str)
         text = ""
         if token_id is not None and not request.last_is_end_id:
-            text = self._text(index, token_id)
+            text = self._text(token_id)
         if not by_string:
             text += self._held_text()
         self._pieces.append(text)

@@ -23,6 +23,7 @@ DEBUG_MODE_FILES = {
     "test_cancellation.py",
     "test_cancellation_inside.py",
     "test_carry.py",
+    "test_carry_steps.py",
     "test_engine.py",
     "test_flow.py",
     "test_generate_many.py",

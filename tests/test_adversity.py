@@ -15,7 +15,7 @@ import pytest
 import aneuron
 from aneuron import DeviceError, DeviceLost, EngineClosed, LaunchFailed, OutOfMemory
 from aneuron.testing import Count, Fault, SimDevice, assert_idle, count_engine, no_leaks
-from tests.support import assert_serves, both_schedulings, exact, outcome, outcomes
+from tests.support import assert_serves, every_carry, exact, outcome, outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,13 +39,13 @@ def start(engine: Engine, last: int, max_tokens: int = 40, **options: Any) -> To
 # ── the fault table ─────────────────────────────────────────────────────────────────────
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
-async def test_fault_queue_full(async_scheduling: bool, step: int) -> None:
+async def test_fault_queue_full(carry: dict[str, Any], step: int) -> None:
     """Status 7: nobody fails; the launch is repeated and the event counted."""
     faults = [Fault(step=step, status=7)]
     async with (
-        count_engine(latency=0.001, faults=faults, async_scheduling=async_scheduling) as engine,
+        count_engine(latency=0.001, faults=faults, **carry) as engine,
         no_leaks(engine),
     ):
         answers = await outcomes([start(engine, 100), start(engine, 200)])
@@ -65,16 +65,16 @@ ROW_FAULTS: list[tuple[int, type[DeviceError]]] = [
 ]
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize(("status", "kind"), ROW_FAULTS)
 async def test_fault_of_some_rows(
-    status: int, kind: type[DeviceError], async_scheduling: bool
+    status: int, kind: type[DeviceError], carry: dict[str, Any]
 ) -> None:
     """Refused, out of memory, NaN, bad index: that step's rows fail; who waits is served."""
     async with count_engine(
         faults=[Fault(step=6, status=status)],
         max_num_seqs=3,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         streams = [start(engine, 100 * n) for n in range(1, 6)]
         answers = await outcomes(streams)
@@ -88,16 +88,16 @@ async def test_fault_of_some_rows(
         await assert_serves(engine)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize(("status", "kind"), ROW_FAULTS)
 async def test_fault_spares_rows_of_other_steps(
-    status: int, kind: type[DeviceError], async_scheduling: bool
+    status: int, kind: type[DeviceError], carry: dict[str, Any]
 ) -> None:
     """B's prefill fails while A decodes: B alone fails, also with steps ahead of it."""
     async with count_engine(
         faults=[Fault(step=3, status=status)],
         max_num_batched_tokens=16,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         # Steps: 1 prefill A, 2 decode A, 3 prefill B, 4 decode both.
         streams = [
@@ -109,12 +109,10 @@ async def test_fault_spares_rows_of_other_steps(
         await assert_serves(engine)
 
 
-@both_schedulings
-async def test_fault_gives_the_tokens_before_it(async_scheduling: bool) -> None:
+@every_carry
+async def test_fault_gives_the_tokens_before_it(carry: dict[str, Any]) -> None:
     """Iterating gives every token from before the fault, then raises; then it has ended."""
-    async with count_engine(
-        faults=[Fault(step=6, status=1003)], async_scheduling=async_scheduling
-    ) as engine:
+    async with count_engine(faults=[Fault(step=6, status=1003)], **carry) as engine:
         stream = start(engine, 10)
         ids = []
         with pytest.raises(DeviceError):
@@ -128,15 +126,15 @@ async def test_fault_gives_the_tokens_before_it(async_scheduling: bool) -> None:
         await assert_serves(engine)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("step", range(1, 12))
-async def test_fault_at_each_step_of_a_mixed_batch(async_scheduling: bool, step: int) -> None:
+async def test_fault_at_each_step_of_a_mixed_batch(carry: dict[str, Any], step: int) -> None:
     """Whichever step fails, every request is exact or has the error, and life goes on."""
     async with count_engine(
         faults=[Fault(step=step, status=1006)],
         max_num_seqs=3,
         max_num_batched_tokens=16,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         streams = [
             engine.generate(prompt_token_ids=[1] * 20 + [100 * n], max_tokens=n + 2)
@@ -149,15 +147,15 @@ async def test_fault_at_each_step_of_a_mixed_batch(async_scheduling: bool, step:
         await assert_serves(engine)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("status", [5, 101, 9999])
-async def test_case_63_device_lost(status: int, async_scheduling: bool) -> None:
+async def test_case_63_device_lost(status: int, carry: dict[str, Any]) -> None:
     """Lost at step 10 with 5 running, 3 waiting: all 8 raise, new ones are refused, it closes."""
     async with count_engine(
         latency=0.001,
         faults=[Fault(step=10, status=status)],
         max_num_seqs=5,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         idle = asyncio.create_task(engine.wait_idle())
         started_s = time.monotonic()
@@ -225,14 +223,14 @@ async def test_reopened_on_the_same_device_after_a_hang() -> None:
 # ── a device that hangs ─────────────────────────────────────────────────────────────────
 
 
-@both_schedulings
-async def test_case_90_hang(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_90_hang(carry: dict[str, Any]) -> None:
     """A hang at step 10: DeviceLost within step_timeout_s and half as much (here 0.4 s)."""
     async with count_engine(
         faults=[Fault(step=10, status="hang")],
         step_timeout_s=0.4,
         shutdown_s=0.2,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         started_s = time.monotonic()
         answers = await outcomes([start(engine, 1), start(engine, 2)])
@@ -241,14 +239,14 @@ async def test_case_90_hang(async_scheduling: bool) -> None:
         assert 0.3 < time.monotonic() - started_s < 0.6 + 0.5  # busy machine
 
 
-@both_schedulings
-async def test_case_90_aclose_while_it_hangs(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_90_aclose_while_it_hangs(carry: dict[str, Any]) -> None:
     """aclose() while the device hangs: within shutdown_s and half as much (here 0.6 s)."""
     async with count_engine(
         faults=[Fault(step=10, status="hang")],
         step_timeout_s=60,
         shutdown_s=0.6,
-        async_scheduling=async_scheduling,
+        **carry,
     ) as engine:
         stream = start(engine, 10)
         assert [(await anext(stream)).token_id for _ in range(9)] == list(range(11, 20))

@@ -17,7 +17,7 @@ from aneuron.outputs import NewRequest, SchedulerOutput
 NONE = np.zeros(0, np.int32)
 
 
-def batch_of(**options: Any) -> InputBatch:
+def batch_of(*, slots_on_device: bool = False, **options: Any) -> InputBatch:
     config = EngineConfig(
         **{
             "max_num_seqs": 8,
@@ -28,7 +28,8 @@ def batch_of(**options: Any) -> InputBatch:
             **options,
         }
     )
-    return InputBatch(BatchShape.of(config, max_model_len=64))
+    shape = BatchShape.of(config, max_model_len=64)
+    return InputBatch(shape, slots_on_device=slots_on_device)
 
 
 def new(number: int, tokens: list[int], **params: Any) -> NewRequest:
@@ -49,7 +50,8 @@ def plan(
 ) -> SchedulerOutput:
     return SchedulerOutput(
         1, is_decode, np.array(slots, np.int64), np.array(slots, np.int32),
-        np.array(counts, np.int32), added, removed, *(np.array(one, np.int32) for one in blocks),
+        np.array(counts, np.int32), added, removed, (),
+        *(np.array(one, np.int32) for one in blocks),
     )  # fmt: skip
 
 
@@ -68,6 +70,7 @@ def test_a_prefill_packs_prompts_and_pads() -> None:
     assert inputs.block_table[:, :2].tolist() == [[10, 0], [20, 21]]
     assert inputs.max_query_len == 16
     assert inputs.num_sampled == 2
+    assert launch.emits is not None
     assert launch.emits.tolist() == [True, True]
 
 
@@ -75,13 +78,16 @@ def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:
     batch = batch_of()
     step = plan([1], [3], added=(new(1, [7, 8, 9, 10, 11]),))
     batch.update(step)
-    assert batch.prepare(step).emits.tolist() == [False]
+    emits = batch.prepare(step).emits
+    assert emits is not None
+    assert emits.tolist() == [False]
     batch.advance(step)
     rest = plan([1], [2])
     batch.update(rest)
     launch = batch.prepare(rest)
     assert launch.inputs.input_ids[:2].tolist() == [10, 11]
     assert launch.inputs.context_lens.tolist() == [5]
+    assert launch.emits is not None
     assert launch.emits.tolist() == [True]
 
 
@@ -92,8 +98,9 @@ def test_a_decode_step_reads_the_last_token_and_pads_rows() -> None:
         added=(new(1, [7, 8, 9]), new(2, [1, 2, 3, 4], temperature=0.0), new(3, [6])),
     )  # fmt: skip
     batch.update(first)
+    batch.prepare(first)
     batch.advance(first)
-    batch.apply(np.array([3, 1, 2], np.int32), np.array([30, 10, 20], np.int32))
+    batch.apply(np.array([3, 1, 2]), np.array([1, 3, 4]), np.array([30, 10, 20]))
     step = plan([1, 2, 3], [1, 1, 1], is_decode=True, blocks=([2], [1], [99]))
     batch.update(step)
     inputs = batch.prepare(step).inputs
@@ -111,9 +118,10 @@ def test_late_tokens_of_removed_requests_are_dropped() -> None:
     batch = batch_of()
     step = plan([1, 2], [1, 1], added=(new(1, [7]), new(2, [8])))
     batch.update(step)
+    batch.prepare(step)
     batch.advance(step)
     batch.update(plan([2], [1], removed=(1,), is_decode=True))
-    batch.apply(np.array([1, 2], np.int32), np.array([70, 80], np.int32))
+    batch.apply(np.array([1, 2]), np.array([1, 1]), np.array([70, 80]))
     assert batch.num_reqs == 1
     assert batch.token_ids[0, :2].tolist() == [8, 80]
 
@@ -132,6 +140,75 @@ def test_the_ring_gives_a_launch_in_flight_its_own_buffers() -> None:
             assert not np.shares_memory(launches[one].block_table, launches[other].block_table)
     again = batch.prepare(plan([1], [1], is_decode=True)).inputs
     assert np.shares_memory(again.positions, launches[0].positions)
+
+
+def test_a_token_goes_to_its_position_whatever_arrived_before_it() -> None:
+    """A rank whose tokens are not read misses some: those of a break still stand right."""
+    batch = batch_of()
+    step = plan([1], [2], added=(new(1, [7, 8]),))
+    batch.update(step)
+    batch.prepare(step)
+    batch.advance(step)
+    batch.apply(np.array([1]), np.array([4]), np.array([50]))
+    assert batch.token_ids[0, :5].tolist() == [7, 8, 0, 0, 50]
+
+
+# ── with slots on the device ────────────────────────────────────────────────────────────
+
+
+def test_slots_replace_host_ids_and_padding_has_the_spare_one() -> None:
+    batch = batch_of(slots_on_device=True)
+    first = plan([4, 2, 9], [1, 1, 1], added=(new(4, [6]), new(2, [7]), new(9, [8])))
+    batch.update(first)
+    inputs = batch.prepare(first).inputs
+    spare = batch.shape.num_slots
+    assert spare == 16
+    assert inputs.slots is not None
+    assert inputs.slots.tolist() == [4, 2, 9, spare]
+    assert inputs.input_ids[:3].tolist() == [6, 7, 8], "a prompt's ids come from the host"
+    batch.advance(first)
+    step = plan([4, 2, 9], [1, 1, 1], is_decode=True)
+    batch.update(step)
+    inputs = batch.prepare(step).inputs
+    assert inputs.input_ids is None
+    assert inputs.slots is not None
+    assert inputs.slots.tolist() == [4, 2, 9, spare]
+
+
+def test_the_admitting_launch_writes_a_slots_whole_state_and_no_other_does() -> None:
+    batch = batch_of(slots_on_device=True)
+    hot = new(3, [1, 2], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    first = plan([3, 5], [2, 1], added=(hot, new(5, [9], temperature=0.0)))
+    batch.update(first)
+    writes = batch.prepare(first).inputs.writes
+    assert writes is not None
+    assert writes.slots.tolist() == [3, 5]
+    assert writes.prompt_lens.tolist() == [2, 1]
+    assert writes.temperature.tolist() == [0.5, 0.0]
+    assert writes.top_k.tolist() == [7, 0]
+    assert writes.top_p.tolist() == [0.25, 1.0]
+    assert writes.min_p.tolist() == [0.125, 0.0]
+    assert writes.seed.tolist() == [5, 5]
+    batch.advance(first)
+    step = plan([3, 5], [1, 1], is_decode=True)
+    batch.update(step)
+    assert batch.prepare(step).inputs.writes is None
+    batch.advance(step)
+    batch.update(joined := plan([6], [1], added=(new(6, [4]),), removed=(3,)))
+    again = batch.prepare(joined).inputs.writes
+    assert again is not None
+    assert again.slots.tolist() == [6]
+
+
+def test_a_chunk_that_is_not_the_last_leaves_its_slots_token_alone() -> None:
+    batch = batch_of(slots_on_device=True)
+    step = plan([1, 2], [3, 2], added=(new(1, [7, 8, 9, 10, 11]), new(2, [5, 6])))
+    batch.update(step)
+    launch = batch.prepare(step)
+    assert launch.emits is not None
+    assert launch.emits.tolist() == [False, True]
+    assert launch.inputs.slots is not None
+    assert launch.inputs.slots.tolist() == [batch.shape.num_slots, 2]
 
 
 @given(st.data())
@@ -156,7 +233,7 @@ def test_condense_keeps_every_remaining_row_whole(data: st.DataObject) -> None:
             row = int(batch.row_of[slot])
             assert batch.slot_of[row] == slot
             assert batch.request_ids[row] == slot
-            assert batch.token_ids[row, : batch.num_tokens[row]].tolist() == tokens
+            assert batch.token_ids[row, : batch.prefill_end[row]].tolist() == tokens
             assert batch.block_table[row, 0] == 10 * slot
         assert (np.delete(batch.row_of, list(here)) == -1).all()
 

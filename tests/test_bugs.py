@@ -11,7 +11,7 @@ import pytest
 
 from aneuron import AneuronError, DeviceLost, InternalError, InvalidRequest
 from aneuron.testing import ByteTokenizer, Count, count_engine, no_leaks, sim_engine
-from tests.support import assert_serves, both_schedulings, exact, outcome, outcomes
+from tests.support import assert_serves, every_carry, exact, outcome, outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,24 +47,24 @@ class Crashing(Count):
         return super().next_ids(ids, inputs)
 
 
-@both_schedulings
-async def test_executable_with_a_bug(async_scheduling: bool) -> None:
+@every_carry
+async def test_executable_with_a_bug(carry: dict[str, Any]) -> None:
     """An unclassified exception of a program: DeviceLost, with it as the cause."""
-    async with sim_engine(Crashing(), async_scheduling=async_scheduling) as engine:
+    async with sim_engine(Crashing(), **carry) as engine:
         for error in await outcomes([start(engine, 1), start(engine, 2)]):
             assert type(error) is DeviceLost
             assert isinstance(error.__cause__, Bug)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize(
     "where", ["schedule", "update_from_output", "execute_model", "sample_tokens"]
 )
 async def test_a_bug_in_the_loops(
-    where: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    where: str, carry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop of the engine crashes: InternalError with the cause for all; it closes."""
-    async with count_engine(async_scheduling=async_scheduling, max_num_seqs=2) as engine:
+    async with count_engine(**carry, max_num_seqs=2) as engine:
         await assert_serves(engine)
         core = engine._core
         part = core.scheduler if where in ("schedule", "update_from_output") else core.runner

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aneuron import EngineClosed
+from aneuron.runner import ModelRunner
 from aneuron.testing import ByteTokenizer, assert_idle, count_engine, no_leaks
 from tests.support import await_it, device_of, nothing_logged, read
 
@@ -21,7 +22,8 @@ def start(engine: Engine, last: int = 10, max_tokens: int = 1000, **options: Any
 
 async def test_case_91_cancel_while_a_break_awaits(caplog: pytest.LogCaptureFixture) -> None:
     """Requests join and are cancelled at every loop turn of the break: the rest is exact."""
-    async with nothing_logged(caplog), count_engine(latency=0.001) as engine, no_leaks(engine):
+    handoff = count_engine(latency=0.001, token_carry="handoff")
+    async with nothing_logged(caplog), handoff as engine, no_leaks(engine):
         stays = start(engine, 100_000, 5000)
         await read(stays, 2)
         for turns in range(25):
@@ -44,15 +46,24 @@ async def test_case_91_cancel_while_a_break_awaits(caplog: pytest.LogCaptureFixt
         assert engine.stats().breaks["composition_changed"].count > 50
 
 
-async def test_case_91_timeout_round_a_device_future(caplog: pytest.LogCaptureFixture) -> None:
+def runner_of(engine: Engine) -> ModelRunner:
+    runner = engine._core.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
+
+
+@pytest.mark.parametrize("carry", ["handoff", "resident"])
+async def test_case_91_timeout_round_a_device_future(
+    carry: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A user's await of a DeviceFuture times out: the materializer still gets its value."""
-    async with nothing_logged(caplog), count_engine(latency=0.03) as engine:
+    async with nothing_logged(caplog), count_engine(latency=0.03, token_carry=carry) as engine:
         stream = start(engine, max_tokens=5)
         for _ in range(3):
             pending = None
             while pending is None:
                 await asyncio.sleep(0.001)
-                pending = engine._core.runner.async_execution_buffer.pending
+                pending = runner_of(engine).async_execution_buffer.pending
             future = pending.sampled_token_ids
             if future.done():
                 continue

@@ -62,13 +62,32 @@ def byte_level() -> HFTokenizer:
     return HFTokenizer(tokenizer, special_tokens={"eos_token": "<|end|>"})
 
 
+@lru_cache
+def sequence() -> HFTokenizer:
+    """The same, but a sequence of decoders: nothing tells from outside that it is of bytes."""
+    tokenizer = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return HFTokenizer(tokenizer, special_tokens={"eos_token": "<|end|>"})
+
+
+ADDED = ["a b", "日本", "\n", "é", "<\ufffd>", "Ġhi", "🔥", "<|x y|>", "«"]
+
+
+@lru_cache
+def added() -> HFTokenizer:
+    """Byte-level, with added tokens: as plain text, or in the vocabulary's own letters."""
+    tokenizer = Tokenizer.from_str(byte_level().tokenizer.to_str())
+    tokenizer.add_tokens(ADDED[:7])
+    tokenizer.add_special_tokens(ADDED[7:])
+    return HFTokenizer(tokenizer, special_tokens={"eos_token": "<|end|>"})
+
+
 def kind_of(name: str) -> AnyTokenizer:
     """Return the tokenizer of that name."""
     if name == "byte":
         return BYTE
-    return {"byte_level": byte_level, "metaspace": metaspace, "byte_fallback": byte_fallback}[
-        name
-    ]()
+    kinds = (added, byte_level, byte_fallback, metaspace, sequence)
+    return next(kind for kind in kinds if kind.__name__ == name)()
 
 
 def feed_all(
@@ -208,7 +227,7 @@ def test_case_36_each_character_comes_with_its_last_byte() -> None:
     assert deltas == ["", "é", "", "", "", "🔥", "", "ç", ""]
 
 
-@pytest.mark.parametrize("kind", ["byte", "byte_level", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["byte", "byte_level", "sequence", "byte_fallback"])
 def test_case_37_prompt_ends_inside_a_character(kind: str) -> None:
     """The character whose last byte is generated counts as new; nothing else of the prompt."""
     tokenizer = kind_of(kind)
@@ -217,7 +236,7 @@ def test_case_37_prompt_ends_inside_a_character(kind: str) -> None:
     assert "".join(deltas) == "🔥!"
 
 
-@pytest.mark.parametrize("kind", ["byte", "byte_level", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["byte", "byte_level", "sequence", "byte_fallback"])
 def test_prompt_ends_inside_a_character_that_is_never_completed(kind: str) -> None:
     tokenizer = kind_of(kind)
     prompt = list(map(byte_id(kind), "Hi 🔥".encode()))[:5]
@@ -256,7 +275,7 @@ def test_a_broken_byte_does_not_end_the_stream() -> None:
     assert "".join(deltas) == "€\ufffd am here"
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["byte_level", "sequence", "byte_fallback"])
 def test_endless_broken_bytes_are_let_go_in_time(kind: str) -> None:
     """Holding them all would make each step slower than the last."""
     tokenizer = kind_of(kind)
@@ -281,7 +300,7 @@ def test_byte_tokenizer_shows_ids_beyond_bytes() -> None:
     assert "".join(shown) == "H<258><start><1000><end>"
 
 
-@pytest.mark.parametrize("kind", ["byte", "byte_level", "metaspace"])
+@pytest.mark.parametrize("kind", ["byte", "byte_level", "sequence", "added", "metaspace"])
 @given(data=st.data())
 def test_joined_deltas_equal_whole_decodes(kind: str, data: st.DataObject) -> None:
     """For any ids, valid text or not; only the last delta may hold a broken last character."""
@@ -292,6 +311,27 @@ def test_joined_deltas_equal_whole_decodes(kind: str, data: st.DataObject) -> No
     skip = data.draw(st.booleans())
     deltas, _ = feed_all(tokenizer, prompt, output, skip_special_tokens=skip)
     assert "".join(deltas) == new_text(tokenizer, prompt, output, skip=skip)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "added"])
+def test_each_id_of_a_byte_level_vocabulary(kind: str) -> None:
+    """Whole characters come at once, ids that show nothing or do not exist show nothing."""
+    tokenizer = kind_of(kind)
+    for skip in (True, False):
+        for token_id in range(tokenizer.vocab_size + 3):
+            deltas, _ = feed_all(tokenizer, [70], [token_id], skip_special_tokens=skip)
+            text = tokenizer.decode([token_id], skip_special_tokens=skip)
+            assert deltas in ([text, ""], ["", text])
+            assert deltas[0] or not text or "\ufffd" in text
+
+
+def test_prompt_ends_inside_a_character_before_many_special_tokens() -> None:
+    """What is skipped does not count: the answer still completes the character."""
+    output = list(map(byte_id("byte_level"), "🔥!".encode()))
+    end = byte_level().tokenizer.token_to_id("<|end|>")
+    assert end is not None
+    deltas, _ = feed_all(byte_level(), [*output[:2], *[end] * 40], output[2:])
+    assert "".join(deltas) == "🔥!"
 
 
 @given(st.text("ab 🔥é€", max_size=30), st.integers(0, 60))
@@ -337,7 +377,7 @@ class _ByteId:
     def __call__(self, byte: int) -> int:
         if self.kind == "byte_fallback":
             return byte + 1
-        if self.kind == "byte_level":
+        if self.kind in ("byte_level", "sequence"):
             char = _byte_alphabet()[byte]
             token_id = byte_level().tokenizer.token_to_id(char)
             assert token_id is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,17 +21,17 @@ from aneuron.testing import (
     sim_engine,
     wait_all_idle,
 )
-from tests.support import after, sum_reference
+from tests.support import after, every_carry, sum_reference
 
 if TYPE_CHECKING:
     from aneuron import TokenStream
 
-SCHEDULING = pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+Carry = dict[str, Any]  # engine options
 
 
-@SCHEDULING
-async def test_case_08_sixteen_concurrent_requests_are_exact(async_scheduling: bool) -> None:
-    async with count_engine(async_scheduling=async_scheduling) as engine, no_leaks(engine):
+@every_carry
+async def test_case_08_sixteen_concurrent_requests_are_exact(carry: Carry) -> None:
+    async with count_engine(**carry) as engine, no_leaks(engine):
         answers = await asyncio.gather(
             *(engine.generate(prompt_token_ids=[7, 1000 * n], max_tokens=200) for n in range(1, 17))
         )
@@ -40,10 +40,10 @@ async def test_case_08_sixteen_concurrent_requests_are_exact(async_scheduling: b
         ]
 
 
-@SCHEDULING
-async def test_case_09_short_requests_join_two_long_ones_each_step(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_09_short_requests_join_two_long_ones_each_step(carry: Carry) -> None:
     async with (
-        count_engine(async_scheduling=async_scheduling, max_num_seqs=4) as engine,
+        count_engine(**carry, max_num_seqs=4) as engine,
         no_leaks(engine),
     ):
         long = [
@@ -65,11 +65,11 @@ async def test_case_09_short_requests_join_two_long_ones_each_step(async_schedul
             assert (await stream).token_ids == after(30_000 + 100 * number, 1 + number % 7)
 
 
-@SCHEDULING
+@every_carry
 @pytest.mark.parametrize("num", [1, 2, 3, 17])
-async def test_case_10_length_stop_samples_exactly_n_rows(num: int, async_scheduling: bool) -> None:
+async def test_case_10_length_stop_samples_exactly_n_rows(num: int, carry: Carry) -> None:
     async with (
-        count_engine(async_scheduling=async_scheduling, latency=0.001) as engine,
+        count_engine(**carry, latency=0.001) as engine,
         no_leaks(engine),
     ):
         answer = await engine.generate(prompt_token_ids=[4, 5], max_tokens=num)
@@ -80,13 +80,13 @@ async def test_case_10_length_stop_samples_exactly_n_rows(num: int, async_schedu
         assert engine.device.num_rows == num
 
 
-@SCHEDULING
+@every_carry
 async def test_case_12_a_successor_takes_the_place_of_a_stopped_request(
-    async_scheduling: bool,
+    carry: Carry,
 ) -> None:
     model = Count(eos_token_ids=(257,))
     async with (
-        sim_engine(model, async_scheduling=async_scheduling, max_num_seqs=1) as engine,
+        sim_engine(model, **carry, max_num_seqs=1) as engine,
         no_leaks(engine),
     ):
         for _ in range(100):
@@ -106,10 +106,10 @@ async def test_case_12_a_stop_costs_one_surplus_row_and_no_more() -> None:
         assert engine.device.num_rows in (6, 7)  # 6 only if the host was late
 
 
-@SCHEDULING
-async def test_case_13_prompts_around_the_chunk_budget(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_13_prompts_around_the_chunk_budget(carry: Carry) -> None:
     async with (
-        count_engine(async_scheduling=async_scheduling, max_num_batched_tokens=32) as engine,
+        count_engine(**carry, max_num_batched_tokens=32) as engine,
         no_leaks(engine),
     ):
         decoding = [
@@ -149,9 +149,9 @@ async def test_case_15_the_engine_comes_to_rest_and_starts_again() -> None:
         assert (await again).token_ids == after(70_000, 4)
 
 
-@SCHEDULING
+@every_carry
 async def test_case_20_blocks_of_a_stopped_request_are_reused_only_after_its_last_step(
-    async_scheduling: bool,
+    carry: Carry,
 ) -> None:
     rng = random.Random(20)
     prompt_a, prompt_b = [11, 12, 13, 14], [91, 92, 93]
@@ -161,7 +161,7 @@ async def test_case_20_blocks_of_a_stopped_request_are_reused_only_after_its_las
         sim_engine(
             Sum(),
             latency=lambda _: rng.choice((0.0, 0.0, 0.0005)),
-            async_scheduling=async_scheduling,
+            **carry,
             block_size=4,
             num_kv_blocks=3,
         ) as engine,
@@ -176,12 +176,12 @@ async def test_case_20_blocks_of_a_stopped_request_are_reused_only_after_its_las
             assert (await second).token_ids == expected_b
 
 
-@SCHEDULING
+@every_carry
 async def test_case_24a_sum_at_every_prompt_length_round_the_block_borders(
-    async_scheduling: bool,
+    carry: Carry,
 ) -> None:
     async with (
-        sim_engine(Sum(), async_scheduling=async_scheduling, block_size=16) as engine,
+        sim_engine(Sum(), **carry, block_size=16) as engine,
         no_leaks(engine),
     ):
         prompts = [[37 * n + at for at in range(n)] for n in range(1, 49)]
@@ -192,9 +192,9 @@ async def test_case_24a_sum_at_every_prompt_length_round_the_block_borders(
             assert answer.token_ids == sum_reference(prompt, 20)
 
 
-@SCHEDULING
-async def test_case_34_end_id_as_the_last_allowed_token(async_scheduling: bool) -> None:
-    async with sim_engine(Script([65, 66, 67, 68]), async_scheduling=async_scheduling) as engine:
+@every_carry
+async def test_case_34_end_id_as_the_last_allowed_token(carry: Carry) -> None:
+    async with sim_engine(Script([65, 66, 67, 68]), **carry) as engine:
         whole = await engine.generate("x", max_tokens=5)
         assert (whole.text, whole.finish_reason) == ("ABCD", FinishReason.STOP)
         cut = await engine.generate("x", max_tokens=4)
@@ -203,12 +203,12 @@ async def test_case_34_end_id_as_the_last_allowed_token(async_scheduling: bool) 
         assert streamed[-1].finish_reason is FinishReason.STOP
 
 
-@SCHEDULING
-async def test_case_82_poisson_arrivals_with_idle_spells(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_82_poisson_arrivals_with_idle_spells(carry: Carry) -> None:
     rng = random.Random(82)
     step_s = 0.0005
     async with (
-        count_engine(async_scheduling=async_scheduling, latency=step_s, max_num_seqs=8) as engine,
+        count_engine(**carry, latency=step_s, max_num_seqs=8) as engine,
         no_leaks(engine),
     ):
         streams = []
@@ -225,12 +225,10 @@ async def test_case_82_poisson_arrivals_with_idle_spells(async_scheduling: bool)
             assert (await stream).token_ids == after(1000 * number, length)
 
 
-@SCHEDULING
-async def test_case_89_unset_max_tokens_ends_at_what_the_pool_holds(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_89_unset_max_tokens_ends_at_what_the_pool_holds(carry: Carry) -> None:
     async with (
-        count_engine(
-            async_scheduling=async_scheduling, num_kv_blocks=8, block_size=16, max_model_len=4096
-        ) as engine,
+        count_engine(**carry, num_kv_blocks=8, block_size=16, max_model_len=4096) as engine,
         no_leaks(engine),
     ):
         answer = await engine.generate(prompt_token_ids=list(range(1000, 1100)))
@@ -239,10 +237,10 @@ async def test_case_89_unset_max_tokens_ends_at_what_the_pool_holds(async_schedu
         assert engine.stats().preemptions == 0
 
 
-@SCHEDULING
-async def test_case_17_requests_are_preempted_and_resume_exact(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_17_requests_are_preempted_and_resume_exact(carry: Carry) -> None:
     async with (
-        count_engine(async_scheduling=async_scheduling, block_size=4, num_kv_blocks=12) as engine,
+        count_engine(**carry, block_size=4, num_kv_blocks=12) as engine,
         no_leaks(engine),
     ):
         prompts = [[1000 * n, 1, 2, 5000 * n] for n in range(1, 5)]
@@ -254,12 +252,12 @@ async def test_case_17_requests_are_preempted_and_resume_exact(async_scheduling:
         assert engine.stats().preemptions >= 1
 
 
-@SCHEDULING
-async def test_preempted_sum_rebuilds_its_cache(async_scheduling: bool) -> None:
+@every_carry
+async def test_preempted_sum_rebuilds_its_cache(carry: Carry) -> None:
     async with (
         sim_engine(
             Sum(),
-            async_scheduling=async_scheduling,
+            **carry,
             block_size=4,
             num_kv_blocks=14,
             latency=Latency(decode_s=0.0002),
@@ -295,12 +293,12 @@ async def test_several_short_prompts_share_one_prefill() -> None:
         assert engine.stats().steps <= 2
 
 
-@SCHEDULING
+@every_carry
 async def test_case_93_buffers_are_not_written_while_a_launch_owns_them(
-    async_scheduling: bool,
+    carry: Carry,
 ) -> None:
     async with (
-        sim_engine(Sum(), async_scheduling=async_scheduling, latency=0.001, block_size=4) as engine,
+        sim_engine(Sum(), **carry, latency=0.001, block_size=4) as engine,
         no_leaks(engine),
     ):
         prompts = [[31 * n + at for at in range(3 * n)] for n in range(1, 6)]

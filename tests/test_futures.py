@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -155,3 +157,153 @@ def test_awaiting_on_another_loop_is_refused() -> None:
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(wait())
     loop.close()
+
+
+async def test_the_time_of_arrival_is_the_loop_s() -> None:
+    future = future_of_loop()
+    assert all(map(math.isnan, (future.device_start_s, future.device_end_s, future.read_s)))
+    before_s = time.monotonic()
+    future.resolve(1)
+    first_s = future.read_s
+    assert before_s <= first_s <= time.monotonic()
+    future.resolve(2)
+    assert future.read_s == first_s
+
+
+# ── unread: the value stays on the device until somebody awaits it ──────────────────────
+
+
+class Reader:
+    """Counts who asks; the test answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[DeviceFuture] = []
+        self.future = DeviceFuture(
+            asyncio.get_running_loop(), shape=(2,), dtype="int32", reader=self.asked.append
+        )
+
+
+async def discard(future: DeviceFuture) -> None:
+    await future.discard()
+
+
+async def get(future: DeviceFuture) -> Any:
+    return await future
+
+
+async def test_discard_waits_for_the_end_and_asks_nothing(
+    complaints: list[dict[str, Any]],
+) -> None:
+    listen(complaints)
+    reader = Reader()
+    future = reader.future
+    tasks = [asyncio.create_task(discard(future)) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    assert [task.done() for task in tasks] == [False, True, False]
+    threading.Thread(target=future.post_complete).start()
+    await tasks[0]
+    await tasks[2]
+    assert tasks[1].cancelled()
+    await future.discard()
+    assert reader.asked == []
+    assert not future.done(), "its value is not here"
+    assert math.isnan(future.read_s)
+    assert "unread" in repr(future)
+    assert future._waiters == []
+
+
+async def test_a_timeout_round_discard_leaves_no_waiter() -> None:
+    future = Reader().future
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future.discard()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await future
+    assert future._waiters == []
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+async def test_the_first_await_asks_once(ended_first: bool) -> None:
+    reader = Reader()
+    future = reader.future
+    if ended_first:
+        future.complete()
+    tasks = [asyncio.create_task(get(future)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert reader.asked == [future]
+    future.complete()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks), "the end of the program is not its value"
+    tasks[0].cancel()
+    future.resolve([1, 2])
+    assert [await tasks[1], await tasks[2], await future] == [[1, 2]] * 3
+    assert tasks[0].cancelled()
+    assert reader.asked == [future]
+
+
+async def test_discard_and_await_of_one_future() -> None:
+    reader = Reader()
+    future = reader.future
+    dropping, getting = asyncio.create_task(discard(future)), asyncio.create_task(get(future))
+    await asyncio.sleep(0)
+    future.complete()
+    await dropping
+    assert not getting.done()
+    future.resolve(3)
+    assert await getting == 3
+    await future.discard()
+
+
+async def test_a_value_that_comes_by_itself_can_be_discarded() -> None:
+    future = future_of_loop()
+    task = asyncio.create_task(discard(future))
+    await asyncio.sleep(0)
+    future.resolve(3)
+    await task
+    assert await future == 3
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+async def test_a_fault_reaches_awaiters_and_discarders_alike(ended_first: bool) -> None:
+    """As when a step takes too long: core.py resolves the future itself."""
+    reader = Reader()
+    future = reader.future
+    getting = [asyncio.create_task(get(future)) for _ in range(2)]
+    await asyncio.sleep(0)
+    if ended_first:
+        future.complete()
+    else:
+        getting += [asyncio.create_task(discard(future)) for _ in range(2)]
+        await asyncio.sleep(0)
+    future.resolve(None, OutOfMemory("full"))
+    errors = await asyncio.gather(*getting, return_exceptions=True)
+    with pytest.raises(OutOfMemory) as late:
+        await future.discard()
+    errors.append(late.value)
+    assert {type(error) for error in errors} == {OutOfMemory}
+    assert len({id(error) for error in errors}) == len(errors), "each has one of its own"
+
+
+async def test_a_fault_asks_nothing() -> None:
+    reader = Reader()
+    reader.future.resolve(None, DeviceError("broke"))
+    with pytest.raises(DeviceError, match="broke"):
+        await reader.future
+    assert reader.asked == []
+
+
+def test_another_loop_does_not_ask() -> None:
+    loop = asyncio.new_event_loop()
+    asked: list[DeviceFuture] = []
+    future = DeviceFuture(loop, shape=(), dtype="int32", reader=asked.append)
+    for use in (get, discard):
+        with pytest.raises(RuntimeError, match="another event loop"):
+            asyncio.run(use(future))
+    assert asked == []
+    loop.close()
+    future.post_complete()

@@ -16,8 +16,13 @@ import pytest
 
 from aneuron.batch import InputBatch
 from aneuron.carry import Feed, HandoffCarry, Remap
-from aneuron.runner import ModelRunner
+from aneuron.models.simulated import SimModel
+from aneuron.models.slots import SlotState
+from aneuron.parallel.ranks import RankStep
+from aneuron.runner import InFlightStep, ModelRunner
 from aneuron.scheduler import Scheduler
+from aneuron.slots import SlotTable
+from tests.support import CARRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,23 +60,15 @@ def remap_the_wrong_way(patch: pytest.MonkeyPatch) -> None:
     """Gather with the inverse order."""
     remap = ModelRunner._remap
 
-    def broken(self: ModelRunner, tokens: Any, order: np.ndarray) -> Any:
-        return remap(self, tokens, np.argsort(order).astype(np.int32))
+    def broken(self: ModelRunner, plan: Any, tokens: Any, order: np.ndarray) -> Any:
+        return remap(self, plan, tokens, np.argsort(order).astype(np.int32))
 
     patch.setattr(ModelRunner, "_remap", broken)
 
 
-def free_early(patch: pytest.MonkeyPatch) -> None:
+def hand_slots_on_early(patch: pytest.MonkeyPatch) -> None:
     """Give slot and blocks away while a step in flight holds them."""
-    release = Scheduler._release_if_unheld
-
-    def broken(self: Scheduler, slot: int) -> None:
-        held = int(self._held[slot])
-        self._held[slot] = 0
-        release(self, slot)
-        self._held[slot] = held
-
-    patch.setattr(Scheduler, "_release_if_unheld", broken)
+    patch.setattr(SlotTable, "is_held", lambda *_: False)
 
 
 def reuse_a_staging_buffer(patch: pytest.MonkeyPatch) -> None:
@@ -85,13 +82,12 @@ def reuse_a_staging_buffer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InputBatch, "prepare", broken)
 
 
-def apply_twice(patch: pytest.MonkeyPatch) -> None:
-    """Write a step's tokens to the batch twice."""
+def apply_beside(patch: pytest.MonkeyPatch) -> None:
+    """Write a step's tokens to the batch one position too early."""
     apply = InputBatch.apply
 
-    def broken(self: InputBatch, slots: np.ndarray, tokens: np.ndarray) -> None:
-        apply(self, slots, tokens)
-        apply(self, slots, tokens)
+    def broken(self: InputBatch, slots: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> None:
+        apply(self, slots, ends - 1, tokens)
 
     patch.setattr(InputBatch, "apply", broken)
 
@@ -110,8 +106,8 @@ def update_twice(patch: pytest.MonkeyPatch) -> None:
 def break_without_waiting(patch: pytest.MonkeyPatch) -> None:
     """Go on from a break before its tokens have arrived."""
 
-    async def broken(self: ModelRunner, pending: Any, reason: Any) -> None:
-        self.stats.note_break(reason)
+    async def broken(self: ModelRunner, plan: Any, pending: Any, reason: Any) -> None:
+        self._note_break(plan, reason, 0.0)
 
     patch.setattr(ModelRunner, "_break", broken)
 
@@ -119,16 +115,13 @@ def break_without_waiting(patch: pytest.MonkeyPatch) -> None:
 def keep_surplus_tokens(patch: pytest.MonkeyPatch) -> None:
     """Give out tokens of requests that have finished."""
 
-    def broken(self: Scheduler, slots: np.ndarray, tokens: np.ndarray) -> Any:
-        updated = []
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            request = self._request_of[slot]
-            assert request is not None
+    def broken(self: SlotTable, slots: np.ndarray, tokens: np.ndarray) -> Any:
+        updated = [self[slot] for slot in slots.tolist()]
+        for request, token in zip(updated, tokens.tolist(), strict=True):
             request.output_ids.append(token)
-            updated.append(request)
         return updated
 
-    patch.setattr(Scheduler, "_append", broken)
+    patch.setattr(SlotTable, "append", broken)
 
 
 def ignore_tokens_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -136,10 +129,9 @@ def ignore_tokens_in_flight(patch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler._schedule_decode
 
     def broken(self: Scheduler) -> Any:
-        limit = self._limit.copy()
-        self._limit += self._pending
         plan = schedule(self)
-        self._limit = limit
+        if plan is not None:
+            self._left[list(plan.ending_slots)] += 1
         return plan
 
     patch.setattr(Scheduler, "_schedule_decode", broken)
@@ -151,7 +143,8 @@ def count_every_chunk(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: InputBatch, plan: Any) -> Any:
         launch = prepare(self, plan)
-        launch.emits[:] = True
+        if launch.emits is not None:
+            launch.emits[:] = True
         return launch
 
     patch.setattr(InputBatch, "prepare", broken)
@@ -169,26 +162,130 @@ def condense_wrongly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InputBatch, "_move", broken)
 
 
+# ── with slots on the device ────────────────────────────────────────────────────────────
+
+
+def skip_a_staged_write(patch: pytest.MonkeyPatch) -> None:
+    """Leave a slot as its old owner had it."""
+    patch.setattr(SlotState, "write", lambda *_: None)
+
+
+def skip_a_column(name: str) -> Patch:
+    """Leave one parameter of a slot as its old owner had it."""
+
+    def skip(patch: pytest.MonkeyPatch) -> None:
+        write = SlotState.write
+
+        def broken(self: SlotState, writes: Any) -> None:
+            kept = self._columns[name].copy()
+            write(self, writes)
+            self._columns[name][:] = kept
+
+        patch.setattr(SlotState, "write", broken)
+
+    skip.__name__ = f"skip_the_write_of_{name}"
+    return skip
+
+
+def read_the_neighbours_slot(patch: pytest.MonkeyPatch) -> None:
+    """Decode with the last tokens of other rows."""
+    run = SimModel._run
+
+    def broken(self: SimModel, inputs: Any, input_ids: Any) -> Any:
+        if inputs.is_decode and inputs.slots is not None:
+            input_ids = self._slots.last_tokens[np.roll(inputs.slots, 1)]
+        return run(self, inputs, input_ids)
+
+    patch.setattr(SimModel, "_run", broken)
+
+
+def pad_with_a_requests_slot(patch: pytest.MonkeyPatch) -> None:
+    """Let padding rows write to slot 0 in place of the spare one."""
+    stage = InputBatch._stage_layout
+
+    def broken(self: InputBatch, inputs: Any, launch: Any, layout: Any) -> None:
+        stage(self, inputs, launch, layout)
+        inputs.slots[len(layout.rows) :] = 0
+
+    patch.setattr(InputBatch, "_stage_layout", broken)
+
+
+def write_one_slot_late(patch: pytest.MonkeyPatch) -> None:
+    """Let a staged write travel with the launch behind its own."""
+    staged: list[Any] = [None]
+    writes = InputBatch._writes
+
+    def broken(self: InputBatch, plan: Any) -> Any:
+        staged.append(writes(self, plan))
+        return staged.pop(0)
+
+    patch.setattr(InputBatch, "_writes", broken)
+
+
+# ── with ranks ──────────────────────────────────────────────────────────────────────────
+
+
+def leave_ranks_behind(patch: pytest.MonkeyPatch) -> None:
+    """Take a step for ended when its output rank has."""
+
+    async def broken(self: InFlightStep) -> None:
+        """Wait for nothing."""
+
+    patch.setattr(InFlightStep, "discard", broken)
+
+
+def forgive_other_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Hear of faults of the output rank alone."""
+
+    async def broken(self: RankStep) -> Any:
+        for step in self._steps[1:]:
+            await step.settle()
+        return await self._output.get_output()
+
+    patch.setattr(RankStep, "get_output", broken)
+
+
+HANDOFF, RESIDENT = ({"carry": CARRIES[name]} for name in ("handoff", "resident"))
+OPPOSITE: dict[str, Any] = {"max_num_seqs": 3, **RESIDENT}
+
 CASES: list[tuple[Patch, str, str, dict[str, Any]]] = [
     (skip_the_guard, "test_carry", "test_case_83_a_length_stop_breaks_when_its_request_leaves_the_plan", {}),
     (drop_the_remap, "test_carry", "test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device", {}),
     (remap_the_wrong_way, "test_carry", "test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device", {}),
-    (free_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", {}),
-    (reuse_a_staging_buffer, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", {}),
-    (apply_twice, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", {}),
-    (update_twice, "test_flow", "test_case_08_sixteen_concurrent_requests_are_exact", {}),
-    (break_without_waiting, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", {}),
-    (keep_surplus_tokens, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", {}),
-    (ignore_tokens_in_flight, "test_flow", "test_case_10_length_stop_samples_exactly_n_rows", {"num": 17}),
-    (count_every_chunk, "test_flow", "test_case_13_prompts_around_the_chunk_budget", {}),
-    (condense_wrongly, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", {}),
+    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", HANDOFF),
+    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", RESIDENT),
+    (reuse_a_staging_buffer, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", HANDOFF),
+    (reuse_a_staging_buffer, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", RESIDENT),
+    (apply_beside, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", HANDOFF),
+    (update_twice, "test_flow", "test_case_08_sixteen_concurrent_requests_are_exact", HANDOFF),
+    (break_without_waiting, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", HANDOFF),
+    (keep_surplus_tokens, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", HANDOFF),
+    (ignore_tokens_in_flight, "test_flow", "test_case_10_length_stop_samples_exactly_n_rows", {"num": 17, **RESIDENT}),
+    (count_every_chunk, "test_flow", "test_case_13_prompts_around_the_chunk_budget", HANDOFF),
+    (count_every_chunk, "test_flow", "test_case_13_prompts_around_the_chunk_budget", RESIDENT),
+    (condense_wrongly, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", HANDOFF),
+    (condense_wrongly, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", RESIDENT),
+    (skip_a_staged_write, "test_resident", "test_case_95_a_slots_next_owner_has_opposite_parameters", OPPOSITE),
+    *(
+        (skip_a_column(name), "test_resident", "test_case_95_a_slots_next_owner_has_opposite_parameters", OPPOSITE)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+    ),
+    (skip_a_column("prompt_lens"), "test_resident", "test_a_resumed_request_has_its_old_prompt_length", RESIDENT),
+    (write_one_slot_late, "test_resident", "test_case_95_a_slots_next_owner_has_opposite_parameters", OPPOSITE),
+    (read_the_neighbours_slot, "test_flow", "test_case_08_sixteen_concurrent_requests_are_exact", RESIDENT),
+    (pad_with_a_requests_slot, "test_resident", "test_padding_rows_touch_no_slot", {"buckets": [8], **RESIDENT}),
+    (leave_ranks_behind, "test_ranks", "test_a_step_has_ended_when_its_last_rank_has", RESIDENT),
+    (forgive_other_ranks, "test_ranks", "test_a_fault_on_any_rank_at_any_step", {"step": 5, "rank": 1, **RESIDENT}),
 ]  # fmt: skip
 # ruff: noqa: E501  the table above is wide
 
 
-@pytest.mark.parametrize(
-    ("mutate", "module", "test", "arguments"), CASES, ids=[case[0].__name__ for case in CASES]
-)
+def name_of(case: tuple[Patch, str, str, dict[str, Any]]) -> str:
+    carry = next((name for name, one in CARRIES.items() if one is case[3].get("carry")), "")
+    return "-".join(filter(None, [case[0].__name__, carry]))
+
+
+@pytest.mark.parametrize(("mutate", "module", "test", "arguments"), CASES, ids=map(name_of, CASES))
 def test_a_mutation_makes_a_named_test_fail(
     mutate: Patch,
     module: str,
@@ -198,14 +295,16 @@ def test_a_mutation_makes_a_named_test_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     function = getattr(load(module), test)
-    if module == "test_flow":
-        arguments = {"async_scheduling": True, **arguments}
 
     async def run() -> None:
         async with asyncio.timeout(8):
             await function(**arguments)
 
     mutate(monkeypatch)
-    with pytest.raises(BaseException) as caught:  # noqa: PT011  any failure counts
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  any failure counts …
         asyncio.run(run())
-    assert not isinstance(caught.value, KeyboardInterrupt)
+    # … but one of the mutation's own, or of a test that has another signature by now.
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert not isinstance(error, KeyboardInterrupt | TypeError | AttributeError | NameError)
+        error = error.__cause__

@@ -48,11 +48,11 @@ class Fickle(Count):
         super().__init__()
         self.loads = [0]
 
-    def with_kv(self, num_blocks: int, block_size: int) -> Self:
+    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
         self.loads[0] += 1
         if self.loads[0] == 2:
             raise ConfigError("the file is gone", param="model")
-        return super().with_kv(num_blocks, block_size)
+        return super().with_kv(num_blocks, block_size, num_slots)
 
 
 ORPHANS: list[Any] = []
@@ -207,10 +207,10 @@ async def test_wait_idle_that_times_out_leaves_no_waiter() -> None:
                     await engine.wait_idle()
         patient = asyncio.create_task(engine.wait_idle())
         await asyncio.sleep(0)
-        assert len(engine._core._idle_waiters) == 1
+        assert len(engine._core._idle._waiters) == 1
         stream.cancel()
         await patient
-        assert engine._core._idle_waiters == []
+        assert not engine._core._idle._waiters
         assert_idle(engine)
 
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from aneuron import FinishReason
 from aneuron.engine import Engine
 from aneuron.testing import Count, SimDevice, SimModel, Sum, assert_idle, wait_all_idle
+from tests.support import CARRIES, recorded
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
     from aneuron import TokenStream
 
 VOCAB = 50_000
@@ -38,8 +43,9 @@ def reference(kind: str, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def model_of(kind: str) -> SimModel:
-    return (Count if kind == "count" else Sum)(vocab_size=VOCAB, max_model_len=MAX_LEN)
+def model_of(kind: str) -> tuple[SimModel, list[list[list[int]]]]:
+    """The model, and what each of its ranks samples."""
+    return recorded(Count if kind == "count" else Sum, vocab_size=VOCAB, max_model_len=MAX_LEN)
 
 
 @dataclass(frozen=True)
@@ -87,18 +93,57 @@ engine_options = st.fixed_dictionaries(
     }
 )
 
+# Of each rank and program, in seconds.
 latencies = st.sampled_from([(0.0,), (0.0003,), (0.0, 0.0, 0.0004), (0.0002, 0.0008)])
+skews = st.sampled_from([(0.0,), (0.0, 0.0005), (0.0, 0.0, 0.001)])
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Devices: how many, how fast, and how far apart."""
+
+    number: int
+    latency: tuple[float, ...]
+    skew: tuple[float, ...]
+    seed: int
+
+    def device(self) -> SimDevice:
+        rng = random.Random(self.seed)
+        return SimDevice(
+            latency=lambda _: rng.choice(self.latency), skew_s=lambda _: rng.choice(self.skew)
+        )
+
+
+ranks_of_engines = st.builds(
+    Ranks, number=st.integers(1, 3), latency=latencies, skew=skews, seed=st.integers(0, 1000)
+)
 
 
 def engine_of(
-    kind: str, options: dict[str, Any], pool: float, latency: tuple[float, ...], seed: int
+    model: SimModel, options: dict[str, Any], pool: float, carry: str, ranks: Ranks
 ) -> Engine:
-    rng = random.Random(seed)
     needed = -(-MAX_LEN // options["block_size"])
-    device = SimDevice(latency=lambda _: rng.choice(latency))
-    options = {**options, "num_kv_blocks": int(needed * pool)}
-    options["max_num_seqs"] = max(options["max_num_seqs"], 1)
-    return Engine(model_of(kind), device=device, **options)
+    options = {**options, **CARRIES[carry], "num_kv_blocks": int(needed * pool)}
+    return Engine(model, device=ranks.device(), num_ranks=ranks.number, **options)
+
+
+async def hog(seed: int) -> None:
+    """The caller's own code, which blocks the loop now and then."""
+    rng = random.Random(seed)
+    while True:
+        await asyncio.sleep(rng.choice((0.0, 0.0005, 0.002)))
+        time.sleep(rng.choice((0.0, 0.0002, 0.001)))
+
+
+@asynccontextmanager
+async def beside(one: Coroutine[Any, Any, None] | None) -> AsyncIterator[None]:
+    """Run a coroutine in the background, if there is one."""
+    task = None if one is None else asyncio.create_task(one)
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 async def consume(engine: Engine, job: Job, kind: str, name: str) -> None:
@@ -144,15 +189,16 @@ def leave(engine: Engine, stream: TokenStream, how: str, name: str) -> None:
         task.cancel()
 
 
+@settings(max_examples=settings().max_examples // 2)  # on each of two loops
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("carry", ["host", "handoff"])
+@pytest.mark.parametrize("carry", list(CARRIES))
 @pytest.mark.parametrize("kind", ["count", "sum"])
 @given(
     scenario=st.lists(jobs, min_size=1, max_size=8),
     options=engine_options,
     pool=st.sampled_from([1.0, 1.5, 3.0, 20.0]),
-    latency=latencies,
-    seed=st.integers(0, 1000),
+    ranks=ranks_of_engines,
+    hogs=st.none() | st.integers(0, 1000),
 )
 async def test_every_output_is_as_alone_and_nothing_is_left(
     carry: str,
@@ -160,11 +206,14 @@ async def test_every_output_is_as_alone_and_nothing_is_left(
     scenario: list[Job],
     options: dict[str, Any],
     pool: float,
-    latency: tuple[float, ...],
-    seed: int,
+    ranks: Ranks,
+    hogs: int | None,
 ) -> None:
-    scheduling = {"token_carry": carry, "async_scheduling": carry != "host"}
-    async with engine_of(kind, {**options, **scheduling}, pool, latency, seed) as engine:
+    model, told = model_of(kind)
+    async with (
+        engine_of(model, options, pool, carry, ranks) as engine,
+        beside(None if hogs is None else hog(hogs)),
+    ):
         tasks = [
             asyncio.create_task(consume(engine, job, kind, f"job-{number}"))
             for number, job in enumerate(scenario)
@@ -176,9 +225,21 @@ async def test_every_output_is_as_alone_and_nothing_is_left(
                 raise result
         await wait_all_idle(engine)
         assert_idle(engine)
-        stats = engine.stats()
-        if carry == "handoff":
-            assert stats.async_steps + stats.sync_fallback_steps == stats.steps
+        check_counts(engine, carry)
+        assert len(told) == ranks.number
+        assert all(one == told[0] for one in told), "ranks differ"
+
+
+def check_counts(engine: Engine, carry: str) -> None:
+    """Each step is counted once; with slots on the device every decode is fed."""
+    stats = engine.stats()
+    if carry == "host":
+        assert (stats.async_steps, stats.sync_fallback_steps) == (0, 0)
+        return
+    assert stats.async_steps + stats.sync_fallback_steps == stats.steps
+    if carry == "resident":
+        assert stats.async_steps == stats.decode_steps
+        assert stats.breaks.keys() <= {"drain"}
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -192,18 +253,16 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.engine: Engine | None = None
+        self.told: list[list[list[int]]] = []
         self.open: dict[int, tuple[TokenStream, list[int], list[int]]] = {}
         self.number = 0
 
     @initialize(
-        options=engine_options, pool=st.sampled_from([1.0, 2.0, 20.0]), latency=latencies,
-        seed=st.integers(0, 1000),
+        options=engine_options, pool=st.sampled_from([1.0, 2.0, 20.0]), ranks=ranks_of_engines
     )  # fmt: skip
-    def open_engine(
-        self, options: dict[str, Any], pool: float, latency: tuple[float, ...], seed: int
-    ) -> None:
-        scheduling = {"token_carry": self.carry, "async_scheduling": self.carry != "host"}
-        self.engine = engine_of(self.kind, {**options, **scheduling}, pool, latency, seed)
+    def open_engine(self, options: dict[str, Any], pool: float, ranks: Ranks) -> None:
+        model, self.told = model_of(self.kind)
+        self.engine = engine_of(model, options, pool, self.carry, ranks)
         self.loop.run_until_complete(self.engine.open())
 
     @rule(
@@ -258,6 +317,16 @@ class EngineMachine(RuleBasedStateMachine):
 
         self.loop.run_until_complete(run())
 
+    @rule(seconds=st.sampled_from([0.0002, 0.001]), turns=st.integers(0, 3))
+    def block_the_loop(self, seconds: float, turns: int) -> None:
+        async def run() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            time.sleep(seconds)
+            await asyncio.sleep(0)
+
+        self.loop.run_until_complete(run())
+
     @rule()
     def abandon_all_and_come_to_rest(self) -> None:
         async def run() -> None:
@@ -276,11 +345,13 @@ class EngineMachine(RuleBasedStateMachine):
         async def run() -> None:
             if self.engine is None:
                 return
-            for stream, expected, _ in self.open.values():
-                assert (await stream).token_ids == expected
-            await wait_all_idle(self.engine)
-            assert_idle(self.engine)
-            await self.engine.aclose()
+            async with aclosing(self.engine):
+                for stream, expected, _ in self.open.values():
+                    assert (await stream).token_ids == expected
+                await wait_all_idle(self.engine)
+                assert_idle(self.engine)
+                check_counts(self.engine, self.carry)
+                assert all(one == self.told[0] for one in self.told), "ranks differ"
 
         try:
             self.loop.run_until_complete(asyncio.wait_for(run(), 20))
@@ -298,5 +369,12 @@ class HostMachine(EngineMachine):
     carry = "host"
 
 
+class ResidentMachine(EngineMachine):
+    """Slots on the device."""
+
+    carry = "resident"
+
+
 TestHandoffMachine = pytest.mark.timeout(300)(HandoffMachine.TestCase)
 TestHostMachine = pytest.mark.timeout(300)(HostMachine.TestCase)
+TestResidentMachine = pytest.mark.timeout(300)(ResidentMachine.TestCase)

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from aneuron import DeviceError, DeviceFuture, SamplingParams
-from aneuron.batch import BatchShape, InputBatch, Launch
-from aneuron.carry import BreakReason, make_carry
-from aneuron.config import EngineConfig
+from aneuron import DeviceError, DeviceFuture, DeviceLost
+from aneuron.batch import Launch
 from aneuron.errors import OutOfMemory
-from aneuron.kv_cache import KVCacheManager
-from aneuron.request import Request
-from aneuron.runner import InFlightStep, ModelRunner
-from aneuron.scheduler import Scheduler
+from aneuron.outputs import BreakReason
+from aneuron.runner import InFlightStep, Watchdog
+from aneuron.testing import count_engine
+from tests.support import Flow, some_turns
+
+if TYPE_CHECKING:
+    from aneuron.runner import ModelRunner
 
 
 def pending_future(rows: int = 1) -> DeviceFuture:
     return DeviceFuture(asyncio.get_running_loop(), shape=(rows,), dtype="int32")
-
-
-async def some_turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 # ── steps in flight ─────────────────────────────────────────────────────────────────────
@@ -38,14 +36,14 @@ class RecordingBatch:
     def __init__(self) -> None:
         self.written: list[list[int]] = []
 
-    def apply(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+    def apply(self, slots: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> None:
         self.written.append(tokens.tolist())
 
 
 def step_of(batch: Any, previous: InFlightStep | None = None) -> InFlightStep:
-    plan: Any = None
+    plan: Any = SimpleNamespace(record=SimpleNamespace(read_s=math.nan))
     inputs: Any = None
-    launch = Launch(inputs, np.array([1]), np.array([0], np.int32), np.array([True]))
+    launch = Launch(inputs, np.array([1]), np.array([0]), np.array([1]), np.array([True]))
     return InFlightStep(plan, launch, pending_future(), batch, previous)
 
 
@@ -119,51 +117,6 @@ async def test_a_failed_step_does_not_fail_the_one_behind_it() -> None:
 # ── breaks ──────────────────────────────────────────────────────────────────────────────
 
 
-class HandDevice:
-    """Launches nothing; the test resolves each future."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, DeviceFuture]] = []
-
-    def launch(self, executable: Any, inputs: Any) -> DeviceFuture:
-        self.launched.append((inputs.input_ids, pending_future(inputs.num_sampled)))
-        return self.launched[-1][1]
-
-
-class Flow:
-    """A scheduler and a runner over a device that is played by hand."""
-
-    def __init__(self) -> None:
-        config = EngineConfig(max_num_seqs=4, block_size=4, max_in_flight_steps=3)
-        shape = BatchShape.of(config, 64)
-        self.scheduler = Scheduler(
-            KVCacheManager(64, 4, shape.num_slots),
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            length_limit=64,
-            eos_token_ids=(),
-            num_slots=shape.num_slots,
-            clock=lambda: 1.0,
-        )
-        self.device = HandDevice()
-        self.batch = InputBatch(shape)
-        model: Any = SimpleNamespace(executable=lambda _: None)
-        device: Any = self.device
-        self.runner = ModelRunner(device, model, self.batch, make_carry("auto"))
-
-    def add(self, number: int, *prompt: int) -> Request:
-        request = Request(number, f"r{number}", SamplingParams(), arrival_s=0.0)
-        request.prompt_ids = np.array(prompt, np.int32)
-        self.scheduler.add(request)
-        return request
-
-    async def step(self) -> InFlightStep:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        await self.runner.execute_model(plan)
-        return self.runner.sample_tokens()
-
-
 def counted(runner: ModelRunner) -> dict[BreakReason, int]:
     return runner.stats.break_counts
 
@@ -185,16 +138,13 @@ async def test_a_break_copies_and_writes_and_does_no_more() -> None:
     assert counted(flow.runner) == {BreakReason.COMPOSITION_CHANGED: 1}
     row = flow.batch.row_of[one.slot]
     assert flow.batch.token_ids[row, :3].tolist() == [5, 6, 60]
-    assert flow.batch.num_tokens[row] == 3
     # The scheduler and the consumer have not seen it.
     assert one.output_ids.tolist() == []
-    assert flow.scheduler._known[one.slot] == 2
-    assert flow.scheduler._pending[one.slot] == 1
     assert one.first_token_s is None
     updated = flow.scheduler.update_from_output(first.plan, await first.get_output())
     assert updated == [one]
     assert one.output_ids.tolist() == [60]
-    assert flow.batch.num_tokens[row] == 3, "written once"
+    assert flow.batch.token_ids[row, :3].tolist() == [5, 6, 60]
     second.sampled_token_ids.resolve(np.array([8]))
     flow.scheduler.update_from_output(second.plan, await second.get_output())
     assert two.output_ids.tolist() == [8]
@@ -232,3 +182,78 @@ async def test_a_decode_of_the_same_rows_is_fed_unread() -> None:
     assert flow.device.launched[1][0] is first.sampled_token_ids
     assert counted(flow.runner) == {}
     assert second.plan.is_decode
+
+
+# ── steps that nobody reads ─────────────────────────────────────────────────────────────
+
+
+async def test_a_discarded_step_is_waited_for_and_not_written() -> None:
+    batch = RecordingBatch()
+    step = step_of(batch, step_of(batch))
+    task = asyncio.create_task(step.discard())
+    await some_turns()
+    assert not task.done()
+    step.sampled_token_ids.complete()
+    await task
+    assert batch.written == []
+
+
+async def test_discarding_a_failed_step_tells_its_fault() -> None:
+    step = step_of(RecordingBatch())
+    task = asyncio.create_task(step.discard())
+    await some_turns()
+    step.sampled_token_ids.resolve(None, DeviceError("NaN"))
+    with pytest.raises(DeviceError, match="NaN"):
+        await task
+
+
+# ── a device that stays silent ──────────────────────────────────────────────────────────
+
+
+class Silent:
+    """A step in flight that nothing but the watchdog ends."""
+
+    def __init__(self) -> None:
+        self.error: DeviceError | None = None
+        self.failed_s = math.nan
+        self.failed = asyncio.Event()
+
+    def fail(self, error: DeviceError) -> None:
+        self.error, self.failed_s = error, time.monotonic()
+        self.failed.set()
+
+
+async def test_the_watchdog_fails_a_step_after_its_own_time_not_an_earlier_ones() -> None:
+    dog = Watchdog(0.2)
+    first, second = Silent(), Silent()
+    dog.watch(first)
+    await asyncio.sleep(0.1)
+    started_s = time.monotonic()
+    dog.watch(second)  # the timer of the first is still on its way
+    async with asyncio.timeout(5):
+        await second.failed.wait()
+    assert first.error is None
+    assert isinstance(second.error, DeviceLost)
+    assert "step_timeout_s" in str(second.error)
+    assert 0.19 < second.failed_s - started_s < 1
+
+
+async def test_a_watchdog_at_rest_has_no_timer_and_no_step() -> None:
+    dog = Watchdog(0.02)
+    step = Silent()
+    dog.watch(step)
+    dog.rest()
+    assert dog._timer is None
+    assert dog._watched is None
+    await asyncio.sleep(0.06)
+    assert step.error is None
+    dog.watch(step)
+    async with asyncio.timeout(5):
+        await step.failed.wait()
+
+
+async def test_an_idle_engine_has_no_timer() -> None:
+    async with count_engine() as engine:
+        await engine.generate(prompt_token_ids=[1], max_tokens=5)
+        await engine.wait_idle()
+        assert engine._core._watchdog._timer is None

@@ -54,8 +54,8 @@ def scheduled(scheduler: Scheduler) -> SchedulerOutput:
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[Request]:
     """Give every row of a plan whose chunk is its last the same token."""
-    ends = scheduler._pending[plan.slots] > 0
-    slots = plan.slots[ends]
+    planned = scheduler._computed[plan.slots] >= scheduler._prefill_end[plan.slots]
+    slots = plan.slots[planned]
     return scheduler.update_from_output(
         plan, ModelRunnerOutput(slots, np.full(len(slots), token, np.int32))
     )
@@ -287,7 +287,7 @@ def test_any_order_of_events_ends_with_a_full_pool(
         assert held + scheduler.kv.num_free == num_blocks
     assert scheduler.is_empty
     assert scheduler.kv.num_free == num_blocks
-    assert len(scheduler._free_slots) == max_num_seqs * depth
+    assert scheduler._slots.num_free == max_num_seqs * depth
     for request in requests:
         assert request.is_released
         if request.finish_reason is FinishReason.LENGTH:

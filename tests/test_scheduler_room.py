@@ -46,7 +46,8 @@ def scheduled(scheduler: Scheduler) -> SchedulerOutput:
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[Request]:
     """Give every row of a plan whose chunk is its last the same token."""
-    slots = plan.slots[scheduler._pending[plan.slots] > 0]
+    planned = scheduler._computed[plan.slots] >= scheduler._prefill_end[plan.slots]
+    slots = plan.slots[planned]
     tokens = np.full(len(slots), token, np.int32)
     return scheduler.update_from_output(plan, ModelRunnerOutput(slots, tokens))
 

@@ -6,12 +6,14 @@ import asyncio
 import gc
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import aneuron
 from aneuron import FinishReason
+from aneuron.request import wake
 from aneuron.testing import (
     ByteTokenizer,
     Const,
@@ -225,6 +227,42 @@ async def test_second_consumer_gets_no_token_that_is_ready() -> None:
         with pytest.raises(RuntimeError, match="one consumer"):
             await anext(stream)
         assert (await task).token_ids == after(10, 30)
+
+
+async def test_a_kept_stream_lets_go_of_a_consumer_that_has_ended() -> None:
+    """The task, with its result and its frames, is not kept by the stream that it read."""
+    async with count_engine() as engine, no_leaks(engine):
+        stream = start(engine, 10, 5)
+        task = asyncio.create_task(items_of(stream))
+        ended = weakref.ref(task)
+        assert ids_of(await task) == after(10, 5)
+        await asyncio.sleep(0)
+        del task
+        assert ended() is None
+        assert (await stream).token_ids == after(10, 5)
+
+
+async def test_waking_a_consumer_without_news_or_after_its_cancellation() -> None:
+    """Woken without a token it waits on; cancelled and woken in one turn, it is cancelled."""
+    async with count_engine(latency=0.005) as engine, no_leaks(engine):
+        stream = start(engine, 10, 10)
+        task = asyncio.create_task(items_of(stream))
+        for _ in range(10):
+            await asyncio.sleep(0)
+            wake([stream._request])
+        assert ids_of(await task) == after(10, 10)
+        stream = start(engine, 10, 10)
+        task = asyncio.create_task(items_of(stream))
+        await asyncio.sleep(0)
+        waiter = stream._request.waiter
+        assert waiter is not None
+        task.cancel()
+        wake([stream._request])
+        assert waiter.cancelled()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert stream._request.waiter is None
+        assert (await stream).finish_reason is FinishReason.ABORT
 
 
 async def test_usage_and_timing() -> None:

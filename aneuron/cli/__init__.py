@@ -1,4 +1,4 @@
-"""The command line: `aneuron run MODEL PROMPT` and `aneuron chat MODEL`.
+"""The command line: `aneuron run`, `chat`, `trace` and `bench`.
 
 Comes in: the arguments of a process. Goes out: token text on stdout, everything else on
 stderr, and a status: 0, 1 for a fault of the device or of aneuron, 2 for a wrong argument or
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from cyclopts import App, CycloptsError
 
 from aneuron import __version__
-from aneuron.cli import chat, run
+from aneuron.cli import chat, run, trace
+from aneuron.cli.bench import bench
 from aneuron.cli.terminal import call
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ app = App(
 )
 app.command(run.run)
 app.command(chat.chat)
+app.command(trace.trace)
+app.command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

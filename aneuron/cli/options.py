@@ -30,12 +30,12 @@ class EngineSettings:
     """How the model runs.
 
     Attributes:
-        device: What runs it: auto, cpu or sim.
+        device: What runs it: auto, cpu, sim, or sim with a profile such as sim:micro.
         dtype: Of weights and KV cache: auto, float32 or bfloat16.
         max_model_len: Longest context in tokens; the model's own by default.
         revision: Branch, tag or commit of a Hugging Face id.
         async_scheduling: Schedule one step ahead, or run the synchronous baseline.
-        token_carry: How tokens travel from step to step: auto, host or handoff.
+        token_carry: How tokens travel from step to step: auto, host, handoff or resident.
     """
 
     device: str = "auto"

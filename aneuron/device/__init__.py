@@ -2,7 +2,7 @@
 
 A device runs executables in order and gives `DeviceFuture`s. What an executable computes is
 the models' business (`aneuron.models`); where, when and on which thread is the device's.
-One file per kind: `sim`, `cpu`.
+One file per kind: `sim`, `cpu`; `profiles` says how long real devices take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Device", "Executable", "Model", "open_device"]
 
-DEVICE_NAMES = ("cpu", "sim")
+DEVICE_NAMES = ("cpu", "sim", "sim:PROFILE")
 
 
 class Executable(Protocol):
@@ -48,8 +48,14 @@ class Model(Protocol):
 
     spec: ModelSpec
 
-    def with_kv(self, num_blocks: int, block_size: int) -> Self:
-        """Return the model over a KV pool of its own: `num_blocks` and the null block."""
+    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
+        """Return the model over device state of its own.
+
+        Args:
+            num_blocks: of the KV pool; the null block comes on top.
+            block_size: tokens in a block.
+            num_slots: whose last tokens and parameters it keeps; a spare one comes on top.
+        """
 
     def executable(self, inputs: ModelInput) -> Executable:
         """Return the executable for the bucket of these inputs."""
@@ -67,15 +73,31 @@ class Device(Protocol):
             ConfigError: another engine has it open.
         """
 
-    def launch(self, executable: Executable, inputs: ModelInput) -> DeviceFuture:
+    def launch(
+        self, executable: Executable, inputs: ModelInput, *, read: bool = True
+    ) -> DeviceFuture:
         """Queue a program and return the future of its sampled ids at once.
 
         `inputs.input_ids` may be the unread future of an earlier launch. The inputs belong
         to the launch until its future has resolved. Faults come with the future.
+
+        Args:
+            executable: the program.
+            inputs: its inputs.
+            read: whether the ids are copied to the host as soon as the program has ended.
+                False: only if somebody awaits the future, behind what is queued by then;
+                `DeviceFuture.discard` waits for the end of the program alone.
         """
 
     def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:
-        """Queue `tokens[order]` and return its future; both int [rows]."""
+        """Queue `tokens[order]` and return its unread future; both int [rows]."""
+
+    def for_rank(self, rank: int, num_ranks: int) -> Device:
+        """Return the device of a rank, of `num_ranks`: 0 is this one, the output rank.
+
+        The others are siblings of the same kind with threads of their own; each is started
+        and closed, and reports its faults, by itself. Asked again, it gives the same ones.
+        """
 
     def memory_budget(self) -> int:
         """Return the bytes that a KV pool may take by default."""
@@ -85,17 +107,24 @@ class Device(Protocol):
 
 
 def open_device(name: str) -> Device:
-    """Return a device by its name; nothing is started yet.
+    """Return a device by its name, `sim:PROFILE` being `sim` with a latency profile.
+
+    Nothing is started yet.
 
     Raises:
-        ConfigError: no such device.
+        ConfigError: no such device, or no such profile.
     """
-    match name:
-        case "sim":
+    match name.split(":", 1):
+        case ["sim"]:
             from aneuron.device.sim import SimDevice
 
             return SimDevice()
-        case "cpu":
+        case ["sim", profile_name]:
+            from aneuron.device.profiles import profile
+            from aneuron.device.sim import SimDevice
+
+            return SimDevice.of_profile(profile(profile_name, param="device"))
+        case ["cpu"]:
             from aneuron.device.cpu import CpuDevice
 
             return CpuDevice()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
 
 from aneuron.device.thread import Job, ThreadDevice
 from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
@@ -35,31 +36,42 @@ class CpuDevice(ThreadDevice):
         """
         return _total_memory() // _KV_SHARE
 
+    def _sibling(self, rank: int, num_ranks: int) -> Self:
+        return type(self)(rank=rank)
+
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
-    def _execute(self, job: Job) -> Any:
+    def _execute(self, job: Job) -> None:
+        future = job.future
+        future.device_start_s = monotonic()
+        try:
+            future.device_value = self._compute(job)
+        finally:
+            future.device_end_s = monotonic()
+
+    def _compute(self, job: Job) -> Any:
         fed = job.fed_value()
         if job.inputs is None:
             import torch
 
             assert job.order is not None
-            tokens = fed[torch.from_numpy(job.order)]
-        else:
-            assert job.executable is not None
-            tokens = job.executable(job.inputs, fed)
-        job.future.device_value = tokens
-        host: np.ndarray = tokens.numpy()  # the same memory; nothing writes it again
-        return host
+            return fed[torch.from_numpy(job.order)]
+        assert job.executable is not None
+        return job.executable(job.inputs, fed)
+
+    def _to_host(self, job: Job) -> Any:
+        host: np.ndarray = job.future.device_value.numpy()
+        return host  # the same memory; nothing writes it again
 
     def _classify(self, error: Exception) -> DeviceError:
-        text = f"device cpu: {type(error).__name__}: {error}"
+        text = f"device {self.label}: {type(error).__name__}: {error}"
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            return OutOfMemory(text, device=self.name)
+            return OutOfMemory(text, device=self.label)
         if isinstance(error, IndexError | FloatingPointError):  # bad index, NaN
-            return DeviceError(text, device=self.name)
+            return DeviceError(text, device=self.label)
         if isinstance(error, ValueError | TypeError):
-            return LaunchFailed(text, device=self.name)
-        return DeviceLost(text, device=self.name)
+            return LaunchFailed(text, device=self.label)
+        return DeviceLost(text, device=self.label)
 
 
 def _total_memory() -> int:

@@ -1,20 +1,30 @@
-"""The simulated device: a modelled timeline in real time, on a thread like any device's.
+"""The simulated device: a modelled timeline in real time, on threads like any device's.
 
 A program starts at max(end of the program before, arrival of its launch) and ends its
 latency later; oversleeping delays only the read-back, never the timeline. Inputs are read
 when a program *starts*, and must still be the same when it ends, so a buffer that is
 written again too early shows. Faults come on demand. It counts steps and rows.
+
+The gap of a device is what a step costs beyond its program when the host waits for it: a
+launch arrives `enqueue_s` after it was made, and the host has a value `readback_s` after
+its program's end. Queued ahead, launches have arrived in time and nothing of it shows.
+With a gap, a reader thread waits for the read-back, so that the next program starts
+meanwhile; without one the value is in the host's memory already, as on `cpu`, and the
+launch thread posts it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, is_dataclass
+from threading import get_ident
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aneuron.device.profiles import Profile
 from aneuron.device.thread import Job, QueueFull, ThreadDevice
 from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
 
@@ -28,6 +38,10 @@ __all__ = ["Fault", "Latency", "SimDevice", "SimValue"]
 
 _KV_BYTES = 64 * 2**20
 _WRITTEN = 1002  # bad input: somebody wrote it while the program ran
+# No published figure tells the enqueue cost; the small-graph call that one third party
+# measured (94 us) is close to it.
+_ENQUEUE_S = 100e-6
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class Fault:
 
     step: int
     status: int | str
+    rank: int = 0
 
 
 class _StatusError(RuntimeError):
@@ -82,7 +97,7 @@ class SimValue:
         Raises:
             RuntimeError: called on the event loop's thread.
         """
-        if threading.get_ident() == self._loop_thread:
+        if get_ident() == self._loop_thread:
             raise RuntimeError("a device value was read on the event loop's thread")
         return self._array
 
@@ -91,8 +106,25 @@ class SimDevice(ThreadDevice):
     """A device that takes as long, and fails, as told.
 
     Args:
-        latency: seconds per program: a number, a `Latency`, or any function of the inputs.
-        faults: what goes wrong, by step.
+        latency: seconds per program: a number, a `Latency`, a `Profile`, or any function of
+            the inputs.
+        gap_s: what a step costs beyond its program when the host waits for it: enqueue
+            (0.1 ms, at most the gap; inferred, there is no published figure) and
+            read-back (the rest).
+        faults: what goes wrong, by step and rank.
+        skew_s: how much later than the first rank's the last rank's programs end, those of
+            the ranks between in proportion; or a function of the rank, called at each
+            program on the thread of its device.
+        rank: which rank this device is.
+
+    Attributes:
+        profile: the `Profile` that `latency` is, or None.
+        end_s: end of the latest program, on the modelled timeline.
+        busy_s: sum of (end - start) on it.
+        idle_s: sum of (start - end of the program before) on it, since the device's start.
+        num_steps, num_rows, num_prefill_tokens: programs, and what counts in them.
+        num_reads: values copied to the host.
+        num_queue_full: launches that found no room.
     """
 
     name = "sim"
@@ -101,65 +133,124 @@ class SimDevice(ThreadDevice):
         self,
         *,
         latency: float | Callable[[ModelInput], float] = 0.0,
+        gap_s: float = 0.0,
         faults: Sequence[Fault] = (),
+        skew_s: float | Callable[[int], float] = 0.0,
+        rank: int = 0,
     ) -> None:
         """Make the device; nothing runs before `start`."""
-        super().__init__()
-        self._latency = latency if callable(latency) else Latency(decode_s=latency)
-        self._faults = {fault.step: fault.status for fault in faults}
-        self._end_s = 0.0  # of the program before, on the modelled timeline
+        self._enqueue_s = min(gap_s, _ENQUEUE_S)
+        self._readback_s = gap_s - self._enqueue_s
+        super().__init__(rank=rank, has_reader=self._readback_s > 0.0)
+        self.gap_s = gap_s
+        self.profile = latency if isinstance(latency, Profile) else None
+        self._latency = latency if callable(latency) else lambda _: latency
+        self._all_faults = faults
+        self._faults = {fault.step: fault.status for fault in faults if fault.rank == rank}
+        self._skew_s = skew_s
+        self._skew = skew_s if callable(skew_s) else None  # the first rank has none
+        self._base_end_s = 0.0  # end of the program before, without its skew
+        self._has_run = False
         self._loop_thread = 0
         self._never = threading.Event()
-        self.num_steps = 0
-        self.num_rows = 0  # rows that count, over all steps
-        self.num_prefill_tokens = 0
-        self.num_queue_full = 0
+        self.end_s = self.busy_s = self.idle_s = 0.0
+        self.num_steps = self.num_rows = self.num_prefill_tokens = 0
+        self.num_reads = self.num_queue_full = 0
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> Self:
+        """Return the device that a profile describes: its latency, gap and skew."""
+        return cls(latency=profile, gap_s=profile.gap_s, skew_s=profile.skew_s)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start; the calling thread is the one that must not read values."""
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = get_ident()
+        self._has_run = False
         super().start(loop)
 
     def memory_budget(self) -> int:
         """Return 64 MiB."""
         return _KV_BYTES
 
+    def _sibling(self, rank: int, num_ranks: int) -> Self:
+        skew_s = self._skew_s
+        if not callable(skew_s):
+            share_s = skew_s * rank / (num_ranks - 1)
+            skew_s = lambda _: share_s  # noqa: E731  one expression, made here
+        return type(self)(
+            latency=self._latency,
+            gap_s=self.gap_s,
+            faults=self._all_faults,
+            skew_s=skew_s,
+            rank=rank,
+        )
+
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
-    def _execute(self, job: Job) -> Any:
-        if job.inputs is None:
-            return self._gather(job)
-        status = self._faults.pop(self.num_steps + 1, None)
+    def _enter_thread(self) -> None:
+        _sleep_precisely()
+
+    def _execute(self, job: Job) -> None:
+        inputs = job.inputs
+        if inputs is None:
+            self._gather(job)
+            return
+        status = self._faults.pop(self.num_steps + 1, None) if self._faults else None
         if status == 7:
             self.num_queue_full += 1
             raise QueueFull
-        start_s = max(self._end_s, job.arrival_s)
-        _sleep_until(start_s)
-        self._count(job.inputs)
+        arrival_s = job.arrival_s + self._enqueue_s
+        start_s = max(arrival_s, self.end_s)
+        if start_s > job.arrival_s:
+            _sleep_until(start_s)
+        self._count(inputs)
         # The timeline moves on also when the program fails or its input was poisoned.
-        self._end_s = start_s + self._latency(job.inputs)
+        latency_s = self._latency(inputs)
+        if self._skew is None:
+            end_s = start_s + latency_s
+        else:
+            end_s = self._skewed_end(start_s, arrival_s, latency_s, self._skew)
+        self._put_on_timeline(job, start_s, end_s)
         if status is not None:
-            self._fail(status)
-        value = self._compute(job)
-        if self._end_s > time.monotonic():
-            before = _fingerprint(job.inputs)
-            _sleep_until(self._end_s)
-            if _fingerprint(job.inputs) != before:
+            self._break_down(status)
+        self._compute(job, inputs)
+        if end_s > monotonic():
+            before = _snapshot(inputs)
+            _sleep_until(end_s)
+            if _snapshot(inputs) != before:
                 raise _StatusError(_WRITTEN)
-        return value
 
-    def _compute(self, job: Job) -> np.ndarray:
+    def _skewed_end(
+        self, start_s: float, arrival_s: float, latency_s: float, skew: Callable[[int], float]
+    ) -> float:
+        """Return when a program ends on a rank that is late.
+
+        Ranks wait for each other inside a program, so skew does not add up from program to
+        program.
+        """
+        self._base_end_s = max(self._base_end_s, arrival_s) + latency_s
+        return max(start_s, self._base_end_s + skew(self.rank))
+
+    def _put_on_timeline(self, job: Job, start_s: float, end_s: float) -> None:
+        if self._has_run:
+            self.idle_s += start_s - self.end_s
+        self._has_run = True
+        self.busy_s += end_s - start_s
+        self.end_s = end_s
+        job.future.device_start_s = start_s
+        job.future.device_end_s = end_s
+
+    def _compute(self, job: Job, inputs: ModelInput) -> None:
         assert job.executable is not None
-        fed = job.fed_value()
-        assert job.inputs is not None
-        array: np.ndarray = job.executable(job.inputs, None if fed is None else fed.read())
+        ids = None if job.feed is None else job.fed_value().read()
+        array = job.executable(inputs, ids)
         job.future.device_value = SimValue(array, self._loop_thread)
-        return array
 
-    def _gather(self, job: Job) -> np.ndarray:
-        array: np.ndarray = job.fed_value().read()[job.order]
+    def _gather(self, job: Job) -> None:
+        now_s = max(self.end_s, job.arrival_s)  # it takes no time
+        job.future.device_start_s = job.future.device_end_s = now_s
+        array = job.fed_value().read()[job.order]
         job.future.device_value = SimValue(array, self._loop_thread)
-        return array
 
     def _count(self, inputs: ModelInput) -> None:
         self.num_steps += 1
@@ -167,29 +258,55 @@ class SimDevice(ThreadDevice):
         if not inputs.is_decode:
             self.num_prefill_tokens += inputs.num_tokens
 
-    def _fail(self, status: int | str) -> None:
+    def _break_down(self, status: int | str) -> None:
         if status == "hang":
             self._never.wait()
         raise _StatusError(int(status))
 
+    # ── on the thread that copies ───────────────────────────────────────────────────────
+
+    def _to_host(self, job: Job) -> np.ndarray:
+        if self._readback_s:
+            # A value asked for later starts on its way when it is asked for.
+            sent_s = max(job.future.device_end_s, job.arrival_s)
+            _sleep_until(sent_s + self._readback_s)
+        self.num_reads += 1
+        array: np.ndarray = job.future.device_value.read()
+        return array
+
     def _classify(self, error: Exception) -> DeviceError:
         status = error.status if isinstance(error, _StatusError) else None
-        text = f"device sim: {error}"
+        text = f"device {self.label}: {error}"
         match status:
             case 2 | 3 | 1002:
-                return LaunchFailed(text, device=self.name)
+                return LaunchFailed(text, device=self.label)
             case 4:
-                return OutOfMemory(text, device=self.name)
+                return OutOfMemory(text, device=self.label)
             case 1003 | 1006:
-                return DeviceError(text, device=self.name)
-        return DeviceLost(text, device=self.name)
+                return DeviceError(text, device=self.label)
+        return DeviceLost(text, device=self.label)
 
 
-def _fingerprint(inputs: ModelInput) -> int:
-    columns = (getattr(inputs, field.name) for field in fields(inputs))
-    return hash(tuple(one.tobytes() for one in columns if isinstance(one, np.ndarray)))
+def _snapshot(columns: Any) -> list[bytes]:
+    """Return a copy of every array in a launch's inputs, those of its parts included."""
+    copies = []
+    for name in columns.__dataclass_fields__:  # fields() builds a tuple at each call
+        one = getattr(columns, name)
+        if isinstance(one, np.ndarray):
+            copies.append(one.tobytes())
+        elif is_dataclass(one):
+            copies += _snapshot(one)
+    return copies
 
 
 def _sleep_until(when_s: float) -> None:
-    if (left_s := when_s - time.monotonic()) > 0:
-        time.sleep(left_s)
+    if (left_s := when_s - monotonic()) > 0:
+        sleep(left_s)
+
+
+def _sleep_precisely() -> None:
+    """Let this thread's sleeps end in time: by default Linux adds 50 us to each."""
+    if sys.platform == "linux":
+        from ctypes import CDLL
+
+        CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

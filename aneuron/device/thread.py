@@ -1,8 +1,10 @@
 """A device whose programs run on one daemon thread, first in, first out.
 
 The loop puts a job on a `SimpleQueue` (one crossing in); the thread runs it and posts the
-result to the job's `DeviceFuture` (one crossing out). Devices differ in how a job runs and
-in what their faults mean.
+result to the job's `DeviceFuture` (one crossing out): the value, or of a launch that nobody
+reads only the end of its program. Where a copy to the host takes time, a second thread
+makes it while the next program runs. Devices differ in how a job runs, in how a value gets
+to the host, and in what their faults mean.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from aneuron.errors import ConfigError, DeviceError, DeviceLost
 from aneuron.futures import DeviceFuture
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from aneuron.device import Executable
@@ -32,14 +36,18 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """One launch on its way; keeps its inputs, and what feeds it, alive until it ends."""
+    """One launch on its way; keeps its inputs, and what feeds it, alive until it ends.
+
+    Without inputs and order it is a read: an earlier launch whose value is asked for.
+    """
 
     future: DeviceFuture
     executable: Executable | None
     inputs: ModelInput | None
     feed: DeviceFuture | None
     order: np.ndarray | None
-    arrival_s: float
+    arrival_s: float  # when the loop put it on the queue
+    read: bool  # whether its value goes to the host, or only word that it has ended
 
     def fed_value(self) -> Any:
         """Return the device value that feeds this job, or None.
@@ -54,99 +62,190 @@ class Job:
         return self.feed.device_value
 
 
+_Queue = SimpleQueue[Job | DeviceFuture]  # a future ends the thread, which resolves it
+
+
 class ThreadDevice:
-    """Base of the devices that have one launch thread; subclasses say how a job runs."""
+    """Base of the devices that have one launch thread; subclasses say how a job runs.
+
+    Args:
+        rank: which rank it is; 0 is the output rank.
+        has_reader: whether copies to the host are made on a reader thread of its own, so
+            that the next program starts meanwhile.
+    """
 
     name = "thread"
 
-    def __init__(self) -> None:
-        """Make the queue; `start` makes the thread."""
-        self._jobs: SimpleQueue[Job | DeviceFuture] = SimpleQueue()
+    def __init__(self, *, rank: int = 0, has_reader: bool = False) -> None:
+        """Make the queue; `start` makes the threads."""
+        self.rank = rank
+        self.has_reader = has_reader
+        self._siblings: list[Self] = []
+        self._jobs: _Queue = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_use = False
 
+    @property
+    def label(self) -> str:
+        """What errors and threads call it: its name, and its rank if it is not the first."""
+        return f"{self.name}-rank{self.rank}" if self.rank else self.name
+
+    @property
+    def ranks(self) -> list[Self]:
+        """This device and its siblings, by rank."""
+        return [self, *self._siblings]
+
+    def for_rank(self, rank: int, num_ranks: int) -> Self:
+        """Return the device of a rank; siblings are made once. See `Device.for_rank`."""
+        if len(self._siblings) != num_ranks - 1:
+            self._siblings = [self._sibling(one, num_ranks) for one in range(1, num_ranks)]
+        return self.ranks[rank]
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the launch thread; a daemon, so a hanging device never keeps a process."""
+        """Start the threads; daemons, so a hanging device never keeps a process."""
         if self._in_use:
-            raise ConfigError(f"another engine has device {self.name} open", param="device")
+            raise ConfigError(f"another engine has device {self.label} open", param="device")
         self._in_use = True
         self._loop = loop
         self._jobs = SimpleQueue()  # one that hung before may still wait on the old one
-        args = (self._jobs,)
-        name = f"aneuron-{self.name}"
-        threading.Thread(target=self._run, args=args, name=name, daemon=True).start()
+        copies: _Queue | None = None
+        if self.has_reader:
+            copies = SimpleQueue()
+            self._start_thread(self._run_copies, f"aneuron-{self.label}-reader", copies)
+        self._start_thread(self._run, f"aneuron-{self.label}", self._jobs, copies)
 
-    def launch(self, executable: Executable, inputs: ModelInput) -> DeviceFuture:
+    def launch(
+        self, executable: Executable, inputs: ModelInput, *, read: bool = True
+    ) -> DeviceFuture:
         """Queue a program; see `Device.launch`."""
-        feed = inputs.input_ids if isinstance(inputs.input_ids, DeviceFuture) else None
-        future = self._future((inputs.num_sampled,), executable.sampled_dtype)
-        self._jobs.put(Job(future, executable, inputs, feed, None, monotonic()))
+        fed = inputs.input_ids
+        feed = fed if isinstance(fed, DeviceFuture) else None
+        future = DeviceFuture(
+            self._loop or asyncio.get_running_loop(),
+            shape=(inputs.num_sampled,),
+            dtype=executable.sampled_dtype,
+            reader=None if read else self._read_later,
+        )
+        self._jobs.put(Job(future, executable, inputs, feed, None, monotonic(), read))
         return future
 
     def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:
         """Queue a gather; see `Device.gather`."""
-        future = self._future(order.shape, tokens.dtype)
-        self._jobs.put(Job(future, None, None, tokens, order, monotonic()))
+        loop = self._loop or asyncio.get_running_loop()
+        future = DeviceFuture(loop, shape=order.shape, dtype=tokens.dtype, reader=self._read_later)
+        self._jobs.put(Job(future, None, None, tokens, order, monotonic(), read=False))
         return future
 
     def close(self) -> DeviceFuture:
-        """End the thread once the queue is empty; see `Device.close`."""
-        future = self._future((), "none")
+        """End the threads once the queue is empty; see `Device.close`."""
+        loop = self._loop or asyncio.get_running_loop()
+        future = DeviceFuture(loop, shape=(), dtype="none")
         self._jobs.put(future)
         self._in_use = False
         return future
 
-    def _future(self, shape: tuple[int, ...], dtype: str) -> DeviceFuture:
-        loop = self._loop or asyncio.get_running_loop()
-        return DeviceFuture(loop, shape=shape, dtype=dtype)
+    def _sibling(self, rank: int, num_ranks: int) -> Self:
+        """Return another device of this kind, for a rank from 1 on."""
+        raise NotImplementedError
+
+    def _start_thread(self, body: Callable[..., None], name: str, *args: Any) -> None:
+        threading.Thread(target=body, args=args, name=name, daemon=True).start()
+
+    def _read_later(self, future: DeviceFuture) -> None:
+        """Queue the copy of a value to the host."""
+        if self._in_use:
+            self._jobs.put(Job(future, None, None, None, None, monotonic(), read=True))
+        else:
+            future.resolve(None, DeviceLost(f"device {self.label} is closed", device=self.label))
 
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
-    def _run(self, jobs: SimpleQueue[Job | DeviceFuture]) -> None:
+    def _run(self, jobs: _Queue, copies: _Queue | None) -> None:
+        self._enter_thread()
         lost: DeviceLost | None = None  # of this thread's life only
         while True:
             job = jobs.get()
             if isinstance(job, DeviceFuture):
-                job.post(None)
+                if copies is None:
+                    job.post(None)
+                else:
+                    copies.put(job)  # the reader ends last
                 return
-            lost = self._run_job(job, lost)
+            lost = self._run_job(job, lost, copies)
             # Idle, the thread must not keep the last step's tensors.
             del job
 
-    def _run_job(self, job: Job, lost: DeviceLost | None) -> DeviceLost | None:
+    def _run_job(
+        self, job: Job, lost: DeviceLost | None, copies: _Queue | None
+    ) -> DeviceLost | None:
         """Run a job, or fail it if the device is lost; return whether it is lost now."""
         future = job.future
         try:
             if lost is not None:
                 raise lost
-            value = self._execute_until_accepted(job)
+            if job.inputs is not None or job.order is not None:
+                self._execute_until_accepted(job)
+            elif future.device_error is not None:
+                raise future.device_error
+            if not job.read:
+                future.post_complete()
+            elif copies is None:
+                future.post(self._to_host(job))
+            else:
+                copies.put(job)
         except Exception as error:  # noqa: BLE001  whatever the driver raises is classified
-            fault = self._fault(error)
-            future.device_error = fault
-            future.post(None, fault)
+            fault = self._fail(future, error)
             return fault if isinstance(fault, DeviceLost) else lost
-        future.post(value)
         return None
 
-    def _execute_until_accepted(self, job: Job) -> Any:
+    def _execute_until_accepted(self, job: Job) -> None:
         while True:
             try:
-                return self._execute(job)
+                self._execute(job)
             except QueueFull:
                 # All earlier jobs of this thread have ended by now, so there is room.
                 continue
+            return
 
-    def _fault(self, error: Exception) -> DeviceError:
-        if isinstance(error, DeviceError):
-            return error
-        fault = self._classify(error)
-        fault.__cause__ = error
-        return fault
-
-    def _execute(self, job: Job) -> Any:
-        """Run one job, set `job.future.device_value`, return the host value."""
+    def _execute(self, job: Job) -> None:
+        """Run one job; set its future's `device_value`, `device_start_s`, `device_end_s`."""
         raise NotImplementedError
+
+    # ── on the reader thread, or on the launch thread of a device without one ───────────
+
+    def _run_copies(self, copies: _Queue) -> None:
+        self._enter_thread()
+        while True:
+            job = copies.get()
+            if isinstance(job, DeviceFuture):
+                job.post(None)
+                return
+            try:
+                job.future.post(self._to_host(job))
+            except Exception as error:  # noqa: BLE001  likewise
+                self._fail(job.future, error)
+            del job
+
+    def _to_host(self, job: Job) -> Any:
+        """Return the host value of a program that has ended."""
+        raise NotImplementedError
+
+    # ── on both ─────────────────────────────────────────────────────────────────────────
+
+    def _enter_thread(self) -> None:
+        """Prepare the calling thread, a new one of this device."""
+
+    def _fail(self, future: DeviceFuture, error: Exception) -> DeviceError:
+        """Resolve a future with the typed error for what was raised, and return that."""
+        if isinstance(error, DeviceError):
+            fault = error
+        else:
+            fault = self._classify(error)
+            fault.__cause__ = error
+        future.device_error = fault
+        future.post(None, fault)
+        return fault
 
     def _classify(self, error: Exception) -> DeviceError:
         """Return the typed error for what a job raised; unclassified means lost."""
-        return DeviceLost(f"device {self.name} failed: {error}", device=self.name)
+        return DeviceLost(f"device {self.label} failed: {error}", device=self.label)

@@ -18,6 +18,7 @@ import torch
 from aneuron.errors import ConfigError, OutOfMemory
 from aneuron.models.architecture import ModelConfig
 from aneuron.models.sampler import greedy, sample
+from aneuron.models.slots import SlotState
 from aneuron.models.weights import kv_bytes_per_token, load_decoder
 from aneuron.outputs import ModelInput, ModelSpec
 
@@ -40,6 +41,7 @@ class TorchModel:
         decoder: the module.
         k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim],
             empty before `allocate_kv`.
+        slots: what the carry `resident` keeps per slot, likewise.
     """
 
     def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
@@ -48,6 +50,7 @@ class TorchModel:
         self.decoder = decoder
         self.k_caches: list[torch.Tensor] = []
         self.v_caches: list[torch.Tensor] = []
+        self.slots = SlotState(0)
         self._executables: dict[tuple[Any, ...], TorchExecutable] = {}
 
     @classmethod
@@ -77,13 +80,15 @@ class TorchModel:
             eos_token_ids=_eos_token_ids(sources, config.vocab_size),
             kv_bytes_per_token=kv_bytes_per_token(config, torch_dtype),
             dtype=str(torch_dtype).removeprefix("torch."),
+            has_slots=True,
         )
         return cls(spec, load_decoder(path, config, torch_dtype))
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
         """Allocate the paged cache: `num_blocks` for requests and block 0, the null block.
 
-        An earlier cache is dropped with all it holds.
+        Beside it the state of `num_slots` slots and a spare one. What was there before is
+        dropped with all it holds.
 
         Raises:
             ConfigError: a number is not positive.
@@ -97,22 +102,23 @@ class TorchModel:
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.k_caches = [self._zeros(shape) for _ in range(config.num_layers)]
         self.v_caches = [self._zeros(shape) for _ in range(config.num_layers)]
+        self.slots = SlotState(num_slots)
 
-    def with_kv(self, num_blocks: int, block_size: int) -> Self:
-        """Return it over a KV cache of its own; the weights are shared.
+    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
+        """Return it over a KV cache and slots of its own; the weights are shared.
 
         Raises:
             ConfigError: a number is not positive.
             OutOfMemory: the device has not that much memory.
         """
         model = copy(self)
-        model.allocate_kv(num_blocks, block_size)
+        model.allocate_kv(num_blocks, block_size, num_slots)
         return model
 
     def executable(self, inputs: ModelInput) -> TorchExecutable:
         """Return the executable for the bucket of `inputs`, the same one each time."""
         num_rows, num_blocks = inputs.block_table.shape
-        window = _sample_window(inputs, self.spec.vocab_size)
+        window = _sample_window(inputs)
         num_tokens, max_query_len = len(inputs.positions), inputs.max_query_len
         bucket = (inputs.is_decode, num_tokens, num_rows, max_query_len, num_blocks, window)
         found = self._executables.get(bucket)
@@ -157,7 +163,8 @@ class TorchExecutable:
     def __call__(self, inputs: ModelInput, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step and return the sampled ids, int32 [inputs.num_sampled].
 
-        The columns of `inputs` are read in place, so they must not change meanwhile.
+        The columns of `inputs` are read in place, so they must not change meanwhile. With
+        `inputs.slots`, last tokens are read from and written to the model's slots.
 
         Args:
             inputs: of this executable's bucket.
@@ -166,18 +173,31 @@ class TorchExecutable:
         Raises:
             FloatingPointError: a row's logits hold NaN.
         """
+        slots = self._model.slots
+        if inputs.writes is not None:
+            slots.write(inputs.writes)
         with torch.inference_mode():
             logits = self._forward(inputs, input_ids)
             # One pass over logits that sampling reads anyway; amax carries a NaN on.
             if logits[: inputs.num_reqs].amax().isnan():
                 raise FloatingPointError(f"NaN in the logits of {self.name}")
             sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
-            return sampled[: inputs.num_sampled]
+            sampled = sampled[: inputs.num_sampled]
+        if inputs.slots is not None:
+            slots.last_tokens[inputs.slots[: len(sampled)]] = sampled.numpy()
+        return sampled
 
-    def _forward(self, inputs: ModelInput, input_ids: torch.Tensor | None) -> torch.Tensor:
+    def _input_ids(self, inputs: ModelInput, fed: torch.Tensor | None) -> torch.Tensor:
+        if fed is not None:
+            return fed
+        if inputs.input_ids is None:
+            return _tensor(self._model.slots.last_tokens[inputs.slots])
+        return _tensor(inputs.input_ids)
+
+    def _forward(self, inputs: ModelInput, fed: torch.Tensor | None) -> torch.Tensor:
         model = self._model
         logits: torch.Tensor = model.decoder(
-            _tensor(inputs.input_ids) if input_ids is None else input_ids,
+            self._input_ids(inputs, fed),
             _tensor(inputs.positions),
             _tensor(inputs.slot_mapping),
             _tensor(inputs.query_start),
@@ -191,6 +211,8 @@ class TorchExecutable:
         return logits
 
     def _sample(self, inputs: ModelInput, logits: torch.Tensor) -> torch.Tensor:
+        if inputs.slots is not None:
+            inputs = self._model.slots.filled(inputs)
         return sample(
             logits,
             _tensor(inputs.temperature),
@@ -221,20 +243,17 @@ def _name(inputs: ModelInput, window: int | None) -> str:
     return f"{'decode' if inputs.is_decode else 'prefill'}[{sizes}]"
 
 
-def _sample_window(inputs: ModelInput, vocab_size: int) -> int | None:
-    """Return how many of the likeliest tokens any row's top-k and top-p look at.
+def _sample_window(inputs: ModelInput) -> int | None:
+    """Return the bucket of how many of the likeliest tokens top-k and top-p look at.
 
-    Chosen on the host from the launch's columns; it costs or saves time and changes no
-    row's result. None is the whole vocabulary, -1 a launch without sampling.
+    Chosen on the host; it costs or saves time and changes no row's result. None is the
+    whole vocabulary, -1 a launch without sampling.
     """
     if inputs.all_greedy:
         return -1
-    limited = (inputs.top_k > 0) & (inputs.top_k < vocab_size)
-    filtered = (limited | (inputs.top_p < 1)) & (inputs.temperature > 0)
-    if (filtered & ~limited).any():
+    if inputs.num_likeliest is None:
         return None
-    needed = int((inputs.top_k * filtered).max(initial=0))
-    return next((size for size in _SAMPLE_WINDOWS if size >= needed), None)
+    return next((size for size in _SAMPLE_WINDOWS if size >= inputs.num_likeliest), None)
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:

@@ -30,8 +30,8 @@ __all__ = ["Loaded", "check_source", "load"]
 class Loaded:
     """What `load` found."""
 
-    model: Model
-    device: Device
+    models: tuple[Model, ...]  # one per rank, each with device state of its own
+    devices: tuple[Device, ...]
     tokenizer: Tokenizer
     num_blocks: int  # of the KV pool
     max_model_len: int
@@ -64,12 +64,24 @@ def load(
         tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
     limit = _length_limit(model, config)
     num_blocks = _pool_size(model, opened, config, limit)
+    num_ranks = config.num_ranks
+    num_slots = config.max_num_seqs * config.depth
     return Loaded(
-        model.with_kv(num_blocks, config.block_size), opened, tokenizer, num_blocks, limit
+        tuple(model.with_kv(num_blocks, config.block_size, num_slots) for _ in range(num_ranks)),
+        (opened, *(opened.for_rank(rank, num_ranks) for rank in range(1, num_ranks))),
+        tokenizer,
+        num_blocks,
+        limit,
     )
 
 
 def _check_sampling(model: Model, device: Device, config: EngineConfig) -> None:
+    if config.token_carry == "resident" and not model.spec.has_slots:
+        raise ConfigError(
+            f"{model.spec.name}'s executables keep no tokens on the device, which "
+            "token_carry='resident' needs: pass 'auto' or 'handoff'",
+            param="token_carry",
+        )
     if config.async_scheduling and not model.spec.on_device_sampling:
         raise ConfigError(
             f"{model.spec.name} on {device.name} does not sample on the device, which async "
@@ -139,7 +151,8 @@ def _load_torch(
 def _pool_size(model: Model, device: Device, config: EngineConfig, max_model_len: int) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    budget = config.kv_cache_bytes or device.memory_budget()
+    # The ranks here share one memory, and each has a pool.
+    budget = (config.kv_cache_bytes or device.memory_budget()) // config.num_ranks
     num_blocks = budget // (model.spec.kv_bytes_per_token * config.block_size)
     if num_blocks < 1:
         raise ConfigError(

@@ -142,11 +142,11 @@ def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
-    """Sample for a device whose executables return logits.
+    """Sample from logits that are on the host.
 
     Args:
         logits: float32 [n, V], n at most the rows of the launch.
-        inputs: the launch that gave them.
+        inputs: the launch that gave them, with its rows' columns.
 
     Returns:
         int32 [n].

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aneuron.errors import ConfigError
+from aneuron.models.slots import SlotState
 from aneuron.outputs import ModelSpec
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = ["Const", "Count", "Script", "SimModel", "Sum", "simulated_model"]
 
 _EOS = 257  # of the byte tokenizer
 _BYTE_VOCAB = 258
+_UNWRITTEN = 7_777_777  # id in cells and slots that nobody has written
 
 
 class _Executable:
@@ -52,6 +54,7 @@ class SimModel:
     """
 
     name = "sim"
+    reads_columns = True  # False: `next_ids` looks at no column from `prompt_lens` to `seed`
 
     def __init__(
         self,
@@ -72,21 +75,31 @@ class SimModel:
             dtype="int32",
             sampled_dtype=sampled_dtype if on_device_sampling else "float32",
             on_device_sampling=on_device_sampling,
+            has_slots=on_device_sampling and sampled_dtype == "int32",
         )
         self._kv = np.zeros(0, np.int32)
         self._block_size = 0
+        self._slots = SlotState(0)
+        self._executables: dict[tuple[bool, int], _Executable] = {}
 
-    def with_kv(self, num_blocks: int, block_size: int) -> Self:
-        """Return it over a cache of ids; unwritten cells hold what spoils every sum."""
+    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
+        """Return it over its own cache of ids; what is unwritten there spoils every sum."""
         model = copy(self)
         model._block_size = block_size  # noqa: SLF001  its own copy
-        model._kv = np.full((num_blocks + 1) * block_size, 7_777_777, np.int32)  # noqa: SLF001
+        model._kv = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int32)  # noqa: SLF001
+        model._slots = SlotState(num_slots, unset=_UNWRITTEN)  # noqa: SLF001
+        model._executables = {}  # noqa: SLF001
         return model
 
     def executable(self, inputs: ModelInput) -> _Executable:
-        """Return the executable of this bucket."""
-        kind = "decode" if inputs.is_decode else "prefill"
-        return _Executable(f"{kind}[r{inputs.num_rows}]", self._run, self.spec.sampled_dtype)
+        """Return the executable of this bucket, the same one each time."""
+        bucket = inputs.is_decode, inputs.num_rows
+        found = self._executables.get(bucket)
+        if found is None:
+            name = f"{'decode' if inputs.is_decode else 'prefill'}[r{inputs.num_rows}]"
+            found = _Executable(name, self._run, self.spec.sampled_dtype)
+            self._executables[bucket] = found
+        return found
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return the next id of each row; int [rows], rows with padding.
@@ -99,12 +112,20 @@ class SimModel:
 
     def _run(self, inputs: ModelInput, input_ids: Any) -> np.ndarray:
         ids = inputs.input_ids if input_ids is None else input_ids
+        if inputs.writes is not None:
+            self._slots.write(inputs.writes)
+        if ids is None:
+            ids = self._slots.last_tokens[inputs.slots]
         written = inputs.slot_mapping >= 0
         self._kv[inputs.slot_mapping[written]] = ids[written]
+        if inputs.slots is not None and self.reads_columns:
+            inputs = self._slots.filled(inputs)
         # A prefill's output has one entry per request and no padding.
         chosen = self.next_ids(ids, inputs)[: inputs.num_sampled]
         if self.spec.on_device_sampling:
             ids_out: np.ndarray = chosen.astype(self.spec.sampled_dtype)
+            if inputs.slots is not None:
+                self._slots.last_tokens[inputs.slots[: len(ids_out)]] = ids_out
             return ids_out
         logits = np.zeros((len(chosen), self.spec.vocab_size), np.float32)
         logits[np.arange(len(chosen)), chosen] = 1.0
@@ -123,6 +144,7 @@ class Count(SimModel):
     """The next id is the last id + 1."""
 
     name = "count"
+    reads_columns = False
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return last + 1, modulo the vocabulary."""
@@ -134,6 +156,7 @@ class Sum(SimModel):
     """The next id is the position-weighted sum of all context ids, read from the cache."""
 
     name = "sum"
+    reads_columns = False
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return sum((position + 1) * id) modulo the vocabulary."""
@@ -184,7 +207,7 @@ class Script(SimModel):
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return the entry at the row's number of new tokens."""
-        told = inputs.positions[inputs.logits_indices] + 1 - inputs.prompt_lens
+        told = inputs.context_lens - inputs.prompt_lens
         entries: np.ndarray = self.script[np.clip(told, 0, len(self.script) - 1)]
         return entries
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,10 +59,12 @@ async def started() -> AsyncIterator[CpuDevice]:
         await device.close()
 
 
-def launch(device: CpuDevice, error: Exception | None = None, feed: Any = None) -> DeviceFuture:
+def launch(
+    device: CpuDevice, error: Exception | None = None, feed: Any = None, *, read: bool = True
+) -> DeviceFuture:
     ids = np.array([1, 2], np.int32) if feed is None else feed
     inputs: Any = SimpleNamespace(input_ids=ids, num_sampled=2)
-    return device.launch(Program(error), inputs)
+    return device.launch(Program(error), inputs, read=read)
 
 
 async def fault_of(future: DeviceFuture) -> DeviceError:
@@ -117,6 +121,49 @@ async def test_a_fault_goes_through_a_gather() -> None:
         gathered = device.gather(failed, np.array([1, 0], np.int32))
         assert type(await fault_of(launch(device, feed=gathered))) is DeviceError
         assert (await launch(device)).tolist() == [2, 3]
+
+
+async def test_times_are_measured_also_of_what_fails() -> None:
+    async with started() as device:
+        before_s = time.monotonic()
+        futures = [launch(device), launch(device, FloatingPointError("NaN")), launch(device)]
+        await futures[2]
+        edges = [at for one in futures for at in (one.device_start_s, one.device_end_s)]
+        assert sorted(edges) == edges
+        assert before_s <= edges[0]
+        assert edges[-1] <= futures[2].read_s <= time.monotonic()
+
+
+async def test_an_unread_launch_is_read_when_asked_for() -> None:
+    async with started() as device:
+        futures = [launch(device, read=False) for _ in range(2)]
+        await futures[0].discard()
+        assert not futures[0].done()
+        for future in futures:
+            assert (await future).tolist() == [2, 3]
+
+
+async def test_a_fault_of_an_unread_launch() -> None:
+    async with started() as device:
+        failed = launch(device, IndexError("out of range"), read=False)
+        with pytest.raises(DeviceError):
+            await failed.discard()
+        assert type(await fault_of(failed)) is DeviceError
+        assert type(await fault_of(launch(device, feed=failed))) is DeviceError
+
+
+async def test_ranks_are_devices_of_their_own() -> None:
+    async with started() as device:
+        other = device.for_rank(1, 2)
+        assert device.for_rank(0, 2) is device
+        assert device.ranks == [device, other]
+        other.start(asyncio.get_running_loop())
+        assert "aneuron-cpu-rank1" in [thread.name for thread in threading.enumerate()]
+        fault = await fault_of(launch(other, RuntimeError("mkl")))
+        assert type(fault) is DeviceLost
+        assert fault.device == "cpu-rank1"
+        assert (await launch(device)).tolist() == [2, 3]
+        await other.close()
 
 
 # ── a real model ────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ import transformers
 
 from aneuron.models.executables import TorchModel
 from aneuron.outputs import ModelInput
+from aneuron.params import num_likeliest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,6 +125,9 @@ class Driver:
             slots[at:end] = np.array(seq.blocks)[here // BLOCK] * BLOCK + here % BLOCK
             start[row], lens[row], last[row] = at, here[-1] + 1, end - 1
             at = end
+        temperature = self.column(rows, num_rows, "temperature", 0.0)
+        top_k = self.column(rows, num_rows, "top_k", 0.0).astype(np.int32)
+        top_p = self.column(rows, num_rows, "top_p", 1.0)
         return ModelInput(
             is_decode=is_decode,
             num_reqs=len(rows),
@@ -138,9 +142,10 @@ class Driver:
             context_lens=lens,
             logits_indices=last,
             prompt_lens=lens.copy(),
-            temperature=self.column(rows, num_rows, "temperature", 0.0),
-            top_k=self.column(rows, num_rows, "top_k", 0.0).astype(np.int32),
-            top_p=self.column(rows, num_rows, "top_p", 1.0),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            num_likeliest=num_likeliest(temperature, top_k, top_p),
             min_p=self.column(rows, num_rows, "min_p", 0.0),
             seed=self.column(rows, num_rows, "seed", 0.0).astype(np.int64),
         )

@@ -1,0 +1,146 @@
+"""What the benchmarks share: options, the event loop, and how results are shown.
+
+Comes in: option values as typed, coroutines, rows of figures. Goes out: checked numbers, a
+coroutine's result, a table or one JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from cyclopts import Parameter
+
+from aneuron.cli.terminal import note
+from aneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Sequence
+
+__all__ = [
+    "Flag",
+    "JsonFlag",
+    "check_number",
+    "default_loop",
+    "machine",
+    "parse_counts",
+    "run_on",
+    "show_json",
+    "show_table",
+    "tell",
+]
+
+T = TypeVar("T")
+Flag = Annotated[bool, Parameter(negative="")]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+_LOOPS = ("uvloop", "asyncio")
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Return the numbers of a list like `1,8,64`.
+
+    Args:
+        option: its name on the command line, for the message.
+        text: what was typed.
+
+    Raises:
+        ConfigError: it is no list of positive integers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"{option} must be positive integers, separated by commas, not {text!r}", param=option
+        )
+    return [int(part) for part in parts]
+
+
+def check_number(option: str, value: float, *, at_least: float = 1) -> None:
+    """Check a number.
+
+    Raises:
+        ConfigError: it is not finite, or under `at_least`.
+    """
+    if not math.isfinite(value) or value < at_least:
+        raise ConfigError(f"{option} must be at least {at_least:g}, not {value:g}", param=option)
+
+
+def tell(text: str) -> None:
+    """Say at a terminal what is being measured now; it may take minutes."""
+    if sys.stderr.isatty():
+        note(text)
+
+
+def run_on(loop: str, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a new loop of this kind, "uvloop" or "asyncio"; return its result.
+
+    Raises:
+        ConfigError: no such loop here.
+    """
+    try:
+        factory = _loop_factory(loop)
+    except ConfigError:
+        work.close()
+        raise
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
+
+
+def default_loop() -> str:
+    """Return "uvloop" where there is one, as the other commands use, else "asyncio"."""
+    return "asyncio" if sys.platform == "win32" else "uvloop"
+
+
+def _loop_factory(loop: str) -> Any:
+    if loop not in _LOOPS:
+        raise ConfigError(f"--loop must be {' or '.join(_LOOPS)}, not {loop!r}", param="--loop")
+    if loop == "asyncio":
+        return asyncio.new_event_loop
+    try:
+        import uvloop
+    except ImportError as error:
+        raise ConfigError("--loop uvloop: it is not installed here", param="--loop") from error
+    return uvloop.new_event_loop
+
+
+def machine(loop: str) -> str:
+    """Return one line on what the figures were measured on, and how busy it was."""
+    load = f"load {os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "load unknown"
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+    return f"{system}; Python {platform.python_version()}, {loop}; {load}"
+
+
+def show_json(result: dict[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(result), flush=True)
+
+
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    loop: str,
+    facts: Iterable[str] = (),
+) -> None:
+    """Print a table under its title; below it facts, and what it was measured on."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    console = Console(highlight=False)
+    console.print(title, table, *facts, machine(loop), sep="\n", markup=False)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
+    return str(value)

@@ -1,0 +1,104 @@
+"""`aneuron trace`: one prompt, and a timeline of the steps that answered it.
+
+Comes in: a model's name and a prompt, as in `aneuron run`. Goes out: a Chrome trace, an SVG
+picture or both, as files; a summary on stderr. The answer's text is not shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path  # noqa: TC003  cyclopts reads the annotations
+from typing import TYPE_CHECKING
+
+from aneuron.cli.options import EngineSettings, Sampling, opened
+from aneuron.cli.run import Flag, _read_prompt, _submit
+from aneuron.cli.terminal import note
+from aneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aneuron.timeline import Timeline
+
+__all__ = ["trace"]
+
+_ENGINE = EngineSettings()
+_SAMPLING = Sampling()
+
+
+async def trace(
+    model: str,
+    prompt: str | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    svg: Path | None = None,
+    last: int = 24,
+    num_seqs: int = 1,
+    system: str | None = None,
+    raw: Flag = False,
+    quiet: Flag = False,
+    sampling: Sampling = _SAMPLING,
+    engine: EngineSettings = _ENGINE,
+) -> None:
+    """Answer a prompt, and write down when each step reached each stage.
+
+    Args:
+        model: A built-in name, a directory, a .gguf file, a Hugging Face id, or sim:count.
+        prompt: The prompt. What is piped in is put below it, or is the prompt.
+        out: File for a Chrome trace of the last 4096 steps; open it at ui.perfetto.dev.
+        svg: File for a picture of the last steps.
+        last: How many steps the picture shows.
+        num_seqs: Submit the prompt this many times at once.
+        system: A system message before the prompt.
+        raw: Give the prompt to the model as it is, without its chat template.
+        quiet: Show neither how far fetching and loading are, nor the summary.
+        sampling: How tokens are chosen.
+        engine: How the model runs.
+    """
+    await asyncio.to_thread(_check, out, svg, last=last, num_seqs=num_seqs)
+    params = sampling.params()
+    text = await _read_prompt(prompt)
+    timeline: Timeline | None = None
+    try:
+        async with opened(model, _Traced(**asdict(engine)), quiet=quiet) as opened_engine:
+            timeline = opened_engine.timeline
+            submit = partial(_submit, opened_engine, text, params, system=system, raw=raw)
+            for stream in [submit() for _ in range(num_seqs)]:
+                await stream
+            await opened_engine.wait_idle()
+    finally:
+        # Steps that failed, and an answer that Ctrl-C cut short, are worth a look, too.
+        if timeline is not None and timeline.steps:
+            await asyncio.to_thread(_write, timeline, out, svg, last)
+    if not quiet:
+        note(timeline.summary())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced(EngineSettings):
+    """An engine that keeps its timeline."""
+
+    timeline: bool = True
+
+
+def _check(out: Path | None, svg: Path | None, *, last: int, num_seqs: int) -> None:
+    """Find what is wrong before a model is loaded."""
+    if out is None and svg is None:
+        raise ConfigError("there is nowhere to write to: give --out, --svg or both", param="out")
+    for flag, number in (("--last", last), ("--num-seqs", num_seqs)):
+        if number < 1:
+            raise ConfigError(f"{flag} must be at least 1, not {number}")
+    for path in (out, svg):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"cannot write {path}: it is a folder, or in one that is not there")
+
+
+def _write(timeline: Timeline, out: Path | None, svg: Path | None, last: int) -> None:
+    files = ((out, timeline.save_chrome_trace), (svg, partial(timeline.save_svg, last=last)))
+    for path, save in files:
+        if path is not None:
+            try:
+                save(path)
+            except OSError as error:
+                raise ConfigError(f"cannot write {path}: {error.strerror}") from error

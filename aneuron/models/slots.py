@@ -1,0 +1,57 @@
+"""What the device keeps of every slot for the carry `resident`: last token and parameters.
+
+Comes in: the writes that travel with launches, and sampled tokens. Goes out: the columns of
+a launch's rows. Used by executables, so on the device's thread alone, in queue order. The
+columns are numpy arrays; torch executables on the processor work on the same memory.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from aneuron.outputs import ModelInput, SlotWrites
+
+__all__ = ["SlotState"]
+
+_COLUMNS = (
+    ("prompt_lens", np.int32),
+    ("temperature", np.float32),
+    ("top_k", np.int32),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("seed", np.int64),
+)
+
+
+class SlotState:
+    """Columns over S slots and a spare one, which padding reads and writes.
+
+    Attributes:
+        last_tokens: int32 [S + 1], the id that each slot's request was given last.
+    """
+
+    def __init__(self, num_slots: int, *, unset: int = 0) -> None:
+        """Make the slots; `unset` is the last token of one whose owner has none yet."""
+        size = num_slots + 1
+        self.last_tokens = np.full(size, unset, np.int32)
+        self._unset = unset
+        self._columns = {name: np.zeros(size, dtype) for name, dtype in _COLUMNS}
+        self._columns["top_p"][:] = 1.0
+
+    def write(self, writes: SlotWrites) -> None:
+        """Give slots to new owners: nothing of the old ones stays."""
+        slots = writes.slots
+        self.last_tokens[slots] = self._unset
+        for name, column in self._columns.items():
+            column[slots] = getattr(writes, name)
+
+    def filled(self, inputs: ModelInput) -> ModelInput:
+        """Return the launch's inputs with its rows' columns, as they are now."""
+        inputs = copy(inputs)
+        for name, column in self._columns.items():
+            setattr(inputs, name, column[inputs.slots])
+        return inputs

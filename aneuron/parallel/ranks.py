@@ -1,0 +1,143 @@
+"""Ranks: several runners, each with a device, that run every step alike.
+
+Comes in: the plans of the step loop. Goes out: one step in flight for all ranks. Only the
+first rank's tokens, the output rank's, are read back; the others' stay on their devices
+unless a break, or the carry `host`, needs them on the host. Runs on the loop; a rank in a process of its own
+would be another kind of runner here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aneuron.batch import InputBatch
+from aneuron.carry import make_carry
+from aneuron.errors import DeviceError, DeviceLost
+from aneuron.runner import ModelRunner
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from aneuron.batch import BatchShape
+    from aneuron.config import EngineConfig
+    from aneuron.device import Device
+    from aneuron.futures import DeviceFuture
+    from aneuron.models.loading import Loaded
+    from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+    from aneuron.runner import FlowStats, InFlightStep
+
+__all__ = ["RankGroup", "RankStep", "make_runner"]
+
+
+class RankStep:
+    """One step in flight on every rank."""
+
+    __slots__ = ("_output", "_steps", "plan")
+
+    def __init__(self, steps: Sequence[InFlightStep]) -> None:
+        """Join the ranks' steps; the first is the output rank's."""
+        self._steps = tuple(steps)
+        self._output = steps[0]
+        self.plan = self._output.plan
+
+    async def get_output(self) -> ModelRunnerOutput:
+        """Wait for every rank, failed or not; return the output rank's tokens.
+
+        Raises:
+            DeviceError: the step failed on any rank; a lost device comes first.
+        """
+        faults: list[DeviceError] = []
+        output: ModelRunnerOutput | None = None
+        for step in self._steps:
+            try:
+                if not step.is_read:
+                    await step.discard()
+                elif step is self._output:
+                    output = await step.get_output()
+                else:
+                    await step.get_output()
+            except DeviceError as fault:
+                faults.append(fault)
+        if faults:
+            raise next((one for one in faults if isinstance(one, DeviceLost)), faults[0])
+        assert output is not None
+        return output
+
+    def fail(self, error: DeviceError) -> None:
+        """Resolve what has no result yet with an error."""
+        for step in self._steps:
+            step.fail(error)
+
+
+class RankGroup:
+    """The runners of all ranks, to the core like one runner."""
+
+    def __init__(self, runners: Sequence[ModelRunner]) -> None:
+        """Join runners of the same batch shape, model and carry."""
+        self.runners = tuple(runners)
+
+    @property
+    def stats(self) -> FlowStats:
+        """What became of the steps; all ranks do alike, the first one counts."""
+        return self.runners[0].stats
+
+    @property
+    def device(self) -> Device:
+        """The output rank's device."""
+        return self.runners[0].device
+
+    async def execute_model(self, plan: SchedulerOutput) -> None:
+        """Launch a plan on every rank; where the flow breaks, all ranks wait alike."""
+        for runner in self.runners:
+            await runner.execute_model(plan)
+
+    def sample_tokens(self) -> RankStep:
+        """Return the step in flight."""
+        return RankStep([runner.sample_tokens() for runner in self.runners])
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start all devices, or none."""
+        started: list[ModelRunner] = []
+        try:
+            for runner in self.runners:
+                runner.start(loop)
+                started.append(runner)
+        except BaseException:
+            for runner in started:
+                runner.close()
+            raise
+
+    def close(self) -> list[DeviceFuture]:
+        """Close all devices; see `ModelRunner.close`."""
+        return [future for runner in self.runners for future in runner.close()]
+
+    def drain(self, removed_slots: tuple[int, ...]) -> None:
+        """Let go of everything on every rank."""
+        for runner in self.runners:
+            runner.drain(removed_slots)
+
+    def records(self) -> dict[str, int]:
+        """Return how much is kept, over all ranks; see `ModelRunner.records`."""
+        total: dict[str, int] = {}
+        for runner in self.runners:
+            for name, number in runner.records().items():
+                total[name] = total.get(name, 0) + number
+        return total
+
+
+def make_runner(config: EngineConfig, loaded: Loaded, shape: BatchShape) -> ModelRunner | RankGroup:
+    """Return the runner of the one rank, or the group of several."""
+    name = config.token_carry if config.async_scheduling else "host"
+    carry = make_carry(name, has_slots=loaded.models[0].spec.has_slots)
+    runners = [
+        ModelRunner(
+            device,
+            model,
+            InputBatch(shape, slots_on_device=carry.slots_on_device),
+            carry,
+            is_output_rank=rank == 0,
+        )
+        for rank, (device, model) in enumerate(zip(loaded.devices, loaded.models, strict=True))
+    ]
+    return runners[0] if len(runners) == 1 else RankGroup(runners)

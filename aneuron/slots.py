@@ -1,0 +1,131 @@
+"""`SlotTable`: which request holds which slot, and from when on a slot is free again.
+
+A slot, and the blocks of its request, are held from admission until the last step in flight
+that holds it has been applied: a late token finds its own request, and a device that still
+writes writes nobody else's memory. Used by the scheduler alone, on the loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aneuron.kv_cache import KVCacheManager
+    from aneuron.request import Request
+
+__all__ = ["SlotTable"]
+
+_Receivers = tuple["list[Request]", "list[Callable[[int], None]]"]
+
+
+class SlotTable:
+    """Slots 0..num_slots-1 and their holders; steps are applied in step order."""
+
+    def __init__(self, num_slots: int, kv: KVCacheManager) -> None:
+        """Make a table of free slots; `kv` gets the blocks of released ones back."""
+        self._kv = kv
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._request_of: list[Request | None] = [None] * num_slots
+        self._last_step = np.zeros(num_slots, np.int64)  # the latest that holds the slot
+        self._applied_step = 0
+        self.request_ids = np.zeros(num_slots, np.int64)
+        self.leaving: list[int] = []  # finished or preempted, maybe still held
+        self._receivers_of: np.ndarray | None = None
+        self._receivers: _Receivers = [], []
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @property
+    def holders(self) -> list[Request]:
+        """All requests that hold a slot."""
+        return [request for request in self._request_of if request is not None]
+
+    def take(self, request: Request) -> int:
+        """Give a free slot to a request."""
+        slot = self._free.pop()
+        self._request_of[slot] = request
+        self.request_ids[slot] = request.request_id
+        request.slot = slot
+        return slot
+
+    def __getitem__(self, slot: int) -> Request:
+        """Return the request that holds a slot."""
+        request = self._request_of[slot]
+        assert request is not None
+        return request
+
+    def hold(self, slots: np.ndarray, step_id: int) -> None:
+        """Note that a step holds these slots: indices int32 [n], or a mask bool [slots]."""
+        if slots.dtype == np.bool_:
+            np.copyto(self._last_step, step_id, where=slots)
+        else:
+            self._last_step[slots] = step_id
+
+    def is_held(self, slot: int) -> bool:
+        """Whether a step in flight holds the slot."""
+        return bool(self._last_step[slot] > self._applied_step)
+
+    def applied(self, step_id: int) -> None:
+        """Note that this step has been applied: slots that it was the last to hold come free."""
+        self._applied_step = step_id
+        if self.leaving:
+            self.release_unheld()
+
+    def leave(self, slot: int) -> None:
+        """Note that the slot's request finished or was preempted."""
+        self.leaving.append(slot)
+        self.forget_receivers()
+
+    def release_unheld(self) -> None:
+        """Free what left and no step in flight holds."""
+        held: list[int] = []
+        for slot in self.leaving:
+            if self.is_held(slot):
+                held.append(slot)
+            else:
+                self._release(slot)
+        self.leaving = held
+
+    def _release(self, slot: int) -> None:
+        request = self[slot]
+        self._kv.free(slot)
+        self._request_of[slot] = None
+        self._free.append(slot)
+        request.slot = -1
+        if request.is_finished:
+            request.release()
+
+    # ── tokens ──────────────────────────────────────────────────────────────────────────
+
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> list[Request]:
+        """Append a step's tokens to its requests; those of surplus rows are dropped.
+
+        Args:
+            slots: int32 [n], held by the step.
+            tokens: int32 [n].
+
+        Returns:
+            the requests that got one; not to be changed.
+        """
+        if slots is not self._receivers_of:
+            live = [self[slot].finish_reason is None for slot in slots.tolist()]
+            if not all(live):
+                slots, tokens = slots[live], tokens[live]
+            requests = [self[slot] for slot in slots.tolist()]
+            self._receivers_of = slots
+            self._receivers = requests, [request.output_ids.append for request in requests]
+        requests, appends = self._receivers
+        for append, token in zip(appends, tokens.tolist(), strict=True):
+            append(token)
+        return requests
+
+    def forget_receivers(self) -> None:
+        """Look at who is live again; called when a request has ended."""
+        self._receivers_of = None
