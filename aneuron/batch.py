@@ -13,50 +13,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aneuron.config import Buckets
+from aneuron.config import BatchShape
 from aneuron.outputs import ModelInput, SlotWrites
 from aneuron.params import num_likeliest
 
 if TYPE_CHECKING:
-    from aneuron.config import EngineConfig
     from aneuron.outputs import NewRequest, SchedulerOutput
 
 __all__ = ["BatchShape", "InputBatch", "Launch"]
 
+# Arrays of no dimension: a Python number as operand costs 1 us more.
+_ONE = np.array(1, np.int64)
+_ONE_CELL = np.array(1, np.int32)
+
 _STATE_COLUMNS = ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed")
-_ROW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", *_STATE_COLUMNS)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """Sizes of the batch and the buckets that launches are padded to."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_slots: int
-    depth: int  # steps in flight
-    rows: Buckets
-    tokens: Buckets
-    blocks: Buckets
-
-    @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> BatchShape:
-        """Return the shape for these settings."""
-        max_blocks = -(-max_model_len // config.block_size)
-        num_tokens = config.max_num_batched_tokens
-        return cls(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=num_tokens,
-            max_model_len=max_model_len,
-            block_size=config.block_size,
-            num_slots=config.max_num_seqs * config.depth,
-            depth=config.depth,
-            rows=Buckets.up_to(config.max_num_seqs, config.num_seqs_buckets),
-            tokens=Buckets.up_to(num_tokens, config.num_tokens_buckets, smallest=16),
-            blocks=Buckets.up_to(max_blocks, config.num_blocks_buckets),
-        )
+_ROW_COLUMNS = (
+    "slot_of",
+    "request_ids",
+    "prefill_end",
+    "num_computed",
+    "next_cell",
+    *_STATE_COLUMNS,
+)
 
 
 @dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
@@ -65,8 +43,8 @@ class Launch:
 
     inputs: ModelInput
     request_ids: np.ndarray  # int64 [num_reqs], launch order
-    slots: np.ndarray  # int32 [num_reqs], launch order
-    ends: np.ndarray  # int32 [num_reqs], position of the token that the row gives
+    slots: np.ndarray  # int64 [num_reqs], launch order
+    ends: np.ndarray  # int64 [num_reqs], position of the token that the row gives
     emits: np.ndarray | None  # bool [num_reqs]: the row's token counts; None: all do
 
 
@@ -78,7 +56,7 @@ class _Layout:
     rows: np.ndarray  # int64 [n], ascending
     where: slice | np.ndarray  # the same rows, as a slice if they have no gap
     order: np.ndarray | None  # launch order of the plan's entries; None: as planned
-    table_starts: np.ndarray  # int64 [n], where the rows' block tables begin
+    token_starts: np.ndarray  # int64 [n], where the rows' tokens begin
     request_ids: np.ndarray
     slots: np.ndarray
     all_greedy: bool
@@ -99,13 +77,16 @@ class InputBatch:
         max_blocks = -(-shape.max_model_len // shape.block_size)
         self.num_reqs = 0
         self.row_of = np.full(shape.num_slots, -1, np.int64)  # slot → row, -1 = not here
-        self.slot_of = np.zeros(rows, np.int32)
+        self.slot_of = np.zeros(rows, np.int64)
         self.request_ids = np.zeros(rows, np.int64)
         self.token_ids = np.zeros((rows, shape.max_model_len), np.int32)
         self.block_table = np.zeros((rows, max_blocks), np.int32)
-        self._flat_table = self.block_table.reshape(-1)  # the same memory
+        self._flat_tokens = self.token_ids.reshape(-1)  # the same memory
         self.prefill_end = np.zeros(rows, np.int32)  # tokens to compute before decoding
-        self.num_computed = np.zeros(rows, np.int32)  # tokens launched
+        self.num_computed = np.zeros(rows, np.int64)  # tokens launched
+        # Where the cache takes a row's next token; past a block's end only for as long as the
+        # plan that schedules it, and brings the next block, has not come.
+        self.next_cell = np.zeros(rows, np.int32)
         self.prompt_lens = np.zeros(rows, np.int32)
         self.temperature = np.zeros(rows, np.float32)
         self.top_k = np.zeros(rows, np.int32)
@@ -127,7 +108,9 @@ class InputBatch:
         for new in plan.new_requests:
             self._add(new)
         if plan.block_slots.size:
-            self.block_table[self.row_of[plan.block_slots], plan.block_columns] = plan.block_ids
+            rows = self.row_of[plan.block_slots]
+            self.block_table[rows, plan.block_columns] = plan.block_ids
+            self.next_cell[rows] = plan.block_ids * self.shape.block_size
 
     def remove(self, slots: tuple[int, ...]) -> None:
         """Take requests out and close the gaps."""
@@ -191,20 +174,26 @@ class InputBatch:
             counts = counts if layout.order is None else counts[layout.order]
             launch = self._prepare_prefill(staging, layout, counts)
         self._stage_rows(staging, launch, layout)
-        if self._slots_on_device:
+        if self._slots_on_device and plan.new_requests:
             launch.inputs.writes = self._writes(plan)
         return launch
 
     def advance(self, plan: SchedulerOutput) -> None:
         """Record that a prepared plan is launched: its buffers now belong to the launch."""
-        assert self._layout is not None, "prepare() comes first"
-        if plan.is_decode:
-            self.num_computed[self._layout.where] += 1
-            self._longest += 1
-        else:
-            self.num_computed[self.row_of[plan.slots]] += plan.num_scheduled
-            self._layout = None  # its longest row has grown by more than one
+        layout = self._layout
+        assert layout is not None, "prepare() comes first"
         self._num_launches += 1
+        if plan.is_decode:
+            self.num_computed[layout.where] += _ONE
+            self.next_cell[layout.where] += _ONE_CELL
+            self._longest += 1
+            return
+        rows, size = self.row_of[plan.slots], self.shape.block_size
+        self.num_computed[rows] += plan.num_scheduled
+        blocks, offsets = np.divmod(self.num_computed[rows], size)
+        blocks = np.minimum(blocks, self.block_table.shape[1] - 1)  # of a row at its limit
+        self.next_cell[rows] = self.block_table[rows, blocks] * size + offsets
+        self._layout = None  # its longest row has grown by more than one
 
     def _lay_out(self, slots: np.ndarray) -> _Layout:
         rows, order = self.row_of[slots], None
@@ -218,29 +207,26 @@ class InputBatch:
         is_greedy = not self.temperature[where].any()
         limits = self.temperature[where], self.top_k[where], self.top_p[where]
         return _Layout(
-            slots, rows, where, order, rows * self.block_table.shape[1], self.request_ids[rows],
+            slots, rows, where, order, rows * self.shape.max_model_len, self.request_ids[rows],
             self.slot_of[rows], is_greedy, 0 if is_greedy else num_likeliest(*limits),
         )  # fmt: skip
 
     def _prepare_decode(self, staging: _Staging, layout: _Layout) -> Launch:
-        num, size, where = len(layout.rows), self.shape.block_size, layout.where
+        num, where = len(layout.rows), layout.where
         padded = self.shape.rows.fit(num)
         at = self.num_computed[where]
-        ends = at + 1
-        width = self.shape.blocks.fit(self._longest // size + 1)
+        ends = at + _ONE
+        width = self.shape.blocks.fit(self._longest // self.shape.block_size + 1)
         inputs = staging.views(padded, padded, width, is_decode=True)
         inputs.num_reqs = inputs.num_tokens = num
         inputs.max_query_len = 1
         inputs.positions[:num] = at
-        blocks, offsets = np.divmod(at, size)
-        mapping = inputs.slot_mapping[:num]
-        np.multiply(self._flat_table.take(layout.table_starts + blocks), size, out=mapping)
-        mapping += offsets
+        inputs.slot_mapping[:num] = self.next_cell[where]
         inputs.context_lens[:num] = ends
         if self._slots_on_device:
             inputs.input_ids = None
         else:
-            inputs.input_ids[:num] = self.token_ids[layout.rows, at]
+            inputs.input_ids[:num] = self._flat_tokens[layout.token_starts + at]
         return Launch(inputs, layout.request_ids, layout.slots, ends, None)
 
     def _prepare_prefill(self, staging: _Staging, layout: _Layout, counts: np.ndarray) -> Launch:
@@ -308,10 +294,8 @@ class InputBatch:
             getattr(inputs, name)[:num] = getattr(self, name)[layout.where]
         inputs.temperature[num:] = 0.0
 
-    def _writes(self, plan: SchedulerOutput) -> SlotWrites | None:
-        if not plan.new_requests:
-            return None
-        slots = np.array([new.slot for new in plan.new_requests], np.int32)
+    def _writes(self, plan: SchedulerOutput) -> SlotWrites:
+        slots = np.array([new.slot for new in plan.new_requests], np.int64)
         rows = self.row_of[slots]
         return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in _STATE_COLUMNS})
 
@@ -322,11 +306,15 @@ class InputBatch:
 
         By position, because a rank whose tokens are not read misses some before a break.
         """
-        rows = self.row_of.take(slots)
-        here = rows >= 0
-        if np.count_nonzero(here) < len(rows):
-            ends, tokens, rows = ends[here], tokens[here], rows[here]
-        self.token_ids.put(rows * self.shape.max_model_len + ends, tokens)
+        if self._layout is not None and slots is self._layout.slots:
+            starts = self._layout.token_starts
+        else:
+            rows = self.row_of[slots]
+            here = rows >= 0
+            if np.count_nonzero(here) < len(rows):
+                ends, tokens, rows = ends[here], tokens[here], rows[here]
+            starts = rows * self.shape.max_model_len
+        self._flat_tokens[starts + ends] = tokens
 
 
 class _Staging:

@@ -1,7 +1,7 @@
 """Settings of an engine: checked once when it is made, frozen, the same for all its parts.
 
-Comes in: keyword arguments of `Engine`. Goes out: an `EngineConfig` and the `Buckets` that
-executables are made for. Pure.
+Comes in: keyword arguments of `Engine`. Goes out: an `EngineConfig`, the `BatchShape` and
+the `Buckets` that executables are made for. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from aneuron.errors import ConfigError
 
-__all__ = ["Buckets", "EngineConfig", "EngineOptions"]
+__all__ = ["BatchShape", "Buckets", "EngineConfig", "EngineOptions"]
 
 _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
@@ -189,6 +189,38 @@ class Buckets:
         if not self.sizes:
             return size
         return self.sizes[bisect.bisect_left(self.sizes, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of the batch and the buckets that launches are padded to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_slots: int
+    depth: int  # steps in flight
+    rows: Buckets
+    tokens: Buckets
+    blocks: Buckets
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> BatchShape:
+        """Return the shape for these settings."""
+        max_blocks = -(-max_model_len // config.block_size)
+        num_tokens = config.max_num_batched_tokens
+        return cls(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=num_tokens,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_slots=config.max_num_seqs * config.depth,
+            depth=config.depth,
+            rows=Buckets.up_to(config.max_num_seqs, config.num_seqs_buckets),
+            tokens=Buckets.up_to(num_tokens, config.num_tokens_buckets, smallest=16),
+            blocks=Buckets.up_to(max_blocks, config.num_blocks_buckets),
+        )
 
 
 def _check_count(name: str, value: object) -> None:

@@ -44,7 +44,7 @@ class KVCacheManager:
         return np.array(blocks, np.int32)
 
     def extend(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give one block to each of these slots, int32 [n]; as many must be free.
+        """Give one block to each of these slots, int64 [n]; as many must be free.
 
         Returns:
             columns in the slots' block tables, and the blocks; both int32 [n].

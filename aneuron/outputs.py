@@ -157,12 +157,12 @@ class SchedulerOutput:
     step_id: int
     is_decode: bool  # every request is in the decode *state*, not merely "one token"
     request_ids: np.ndarray  # int64 [n], internal
-    slots: np.ndarray  # int32 [n]
+    slots: np.ndarray  # int64 [n]: numpy converts indices of any other type at each use
     num_scheduled: np.ndarray  # int32 [n], tokens of this step
     new_requests: tuple[NewRequest, ...]
     removed_slots: tuple[int, ...]  # slots that left the batch since the last plan
     ending_slots: tuple[int, ...]  # whose token of this step is the last by length
-    # blocks appended to requests that are in the batch already, all int32 [k]:
+    # blocks appended to requests that are in the batch already, int64 and int32 [k]:
     block_slots: np.ndarray
     block_columns: np.ndarray
     block_ids: np.ndarray
@@ -262,7 +262,7 @@ class ModelSpec:
 class ModelRunnerOutput:
     """A step's tokens on the host, in launch order."""
 
-    slots: np.ndarray  # int32 [n]
+    slots: np.ndarray  # int64 [n]
     token_ids: np.ndarray  # int32 [n]
 
 

@@ -2,8 +2,8 @@
 
 Comes in: requests, and the output of each step. Goes out: `SchedulerOutput`, the plan of
 one step. Pure bookkeeping on the loop: no device, no await, no knowledge of async or sync.
-State of running requests is columns by slot, worked on whole: a mask costs less than a
-gather.
+State of running requests is columns by slot, worked on whole. How these operations are
+written is measured (docs/log.md): operands of one shape and dtype, int64 as indices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
-_NO_SLOTS = np.zeros(0, np.int32)
+_NO_SLOTS = np.zeros(0, np.int64)
 _NO_UPDATES = (_NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
 # Padded query positions of a prefill, per token of the budget. Attention pads every row to
 # the longest: one long prompt beside many short ones would cost that many long ones.
@@ -67,11 +67,14 @@ class Scheduler:
         self._computed = np.zeros(num_slots, np.int32)  # prompt tokens planned
         self._prefill_end = np.zeros(num_slots, np.int32)  # prompt tokens
         # Tokens in flight are off these two, so a row that will end by length, and one that
-        # needs a block, are known one step ahead. 0 also where a slot is not decoding.
+        # needs a block, are known one step ahead. Where a slot is not active: 0, and 1.
         self._left = np.zeros(num_slots, np.int32)  # tokens until it ends by length
-        self._room = np.zeros(num_slots, np.int32)  # tokens that its blocks still take
-        self._stop_ids = np.full((num_slots, 1), -1, np.int32)
-        self._decoding: tuple[np.ndarray, np.ndarray] | None = None  # slots and ids, all ready
+        self._room = np.ones(num_slots, np.int32)  # tokens that its blocks still take
+        self._active = np.zeros(num_slots, np.int32)  # 1: decodes, and has tokens left
+        self._num_active = 0
+        self._stop_ids = np.full((1, num_slots), -1, np.int32)
+        self._stops: tuple[np.ndarray, np.ndarray] = _NO_SLOTS, self._stop_ids  # of slots
+        self._decoding: tuple[np.ndarray, np.ndarray] | None = None  # active slots and ids
         self._ending: list[int] = []  # slots whose token of the plan being made is the last
         self._ones = np.ones(max_num_seqs, np.int32)
         self._prefilled_last = False
@@ -103,7 +106,7 @@ class Scheduler:
     @property
     def wants_room(self) -> bool:
         """Somebody waits, or could go on: slots, blocks or tokens in flight are missing."""
-        return bool(self.num_waiting or self._left.any())
+        return bool(self.num_waiting or self._num_active)
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt is known and fits."""
@@ -170,7 +173,7 @@ class Scheduler:
             budget -= count
         if not slots:
             return None
-        slot_array, count_array = np.array(slots, np.int32), np.array(counts, np.int32)
+        slot_array, count_array = np.array(slots, np.int64), np.array(counts, np.int32)
         self._computed[slot_array] += count_array
         self._slots.hold(slot_array, self._step_id + 1)
         last = self._computed[slot_array] >= self._prefill_end[slot_array]
@@ -194,14 +197,26 @@ class Scheduler:
 
     def _begin_decode(self, slots: list[int]) -> None:
         """Note that these prompts are planned to their end, and so give their first token."""
-        self._decoding = None
         for slot in slots:
             self._prefilling.remove(slot)
             num_tokens = int(self._prefill_end[slot])
             self._left[slot] = self._limit_of(self._slots[slot]) - num_tokens - 1
             self._room[slot] = self.kv.num_held[slot] * self.kv.block_size - num_tokens
-            if not self._left[slot]:
-                self._ending.append(slot)
+            self._set_active(slot, is_active=True)
+        self._retire_spent()
+
+    def _set_active(self, slot: int, *, is_active: bool) -> None:
+        self._decoding = None
+        self._num_active += int(is_active) - int(self._active[slot])
+        self._active[slot] = is_active
+
+    def _retire_spent(self) -> None:
+        """Let slots go whose last token is planned; their row of this plan ends by length."""
+        spent = (self._left < self._active).nonzero()[0].tolist()
+        self._ending += spent
+        for slot in spent:
+            self._set_active(slot, is_active=False)
+            self._room[slot] = 1
 
     def _packs(self, counts: list[int], count: int) -> bool:
         """Whether one more row of `count` tokens goes well with the others of a prefill."""
@@ -252,45 +267,48 @@ class Scheduler:
 
     def _set_stop_ids(self, slot: int, params: SamplingParams) -> None:
         stop_ids = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        missing = len(stop_ids) - self._stop_ids.shape[1]
+        missing = len(stop_ids) - len(self._stop_ids)
         if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[slot] = -1
-        self._stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._stop_ids = np.pad(self._stop_ids, ((0, missing), (0, 0)), constant_values=-1)
+        self._stop_ids[:, slot] = -1
+        self._stop_ids[: len(stop_ids), slot] = stop_ids
 
     def _schedule_decode(self) -> SchedulerOutput | None:
-        ready = self._left > 0
-        updates, is_starved = _NO_UPDATES, False
-        short = (self._room < ready).nonzero()[0]
-        if short.size:
-            if self.kv.num_free < short.size:
-                short = self._make_room(short)
-                is_starved = True
-            updates = self._grow(short.astype(np.int32))
-            if is_starved:  # some were preempted, or get no block and sit this step out
-                ready = (self._left > 0) & (self._room > 0)
-        num = np.count_nonzero(ready)
-        if not num:
+        if not self._num_active:
             return None
-        # Until it is reset rows only drop out: as many as before are the same ones.
-        if self._decoding is None or len(self._decoding[0]) != num or is_starved:
-            slots = ready.nonzero()[0].astype(np.int32)
+        updates, ready = _NO_UPDATES, self._active
+        if np.count_nonzero(self._room) < len(self._room):
+            updates, is_starved = self._grow()
+            if is_starved:  # some were preempted, or get no block and sit this step out
+                ready = self._active * (self._room > 0)
+        if self._decoding is None or ready is not self._active:
+            slots = ready.nonzero()[0]
+            if not slots.size:
+                return None
             self._decoding = slots, self._slots.request_ids[slots]
         slots, ids = self._decoding
-        if is_starved:
+        if ready is not self._active:
             self._decoding = None
         self._left -= ready
         self._room -= ready
-        spent = self._left < ready
-        if np.count_nonzero(spent):
-            self._ending += spent.nonzero()[0].tolist()
-        self._slots.hold(ready, self._step_id + 1)
-        return self._plan(slots, ids, self._ones[:num], is_decode=True, updates=updates)
+        if np.count_nonzero(self._left) < self._num_active:
+            self._retire_spent()
+        self._slots.hold(slots, self._step_id + 1)
+        return self._plan(slots, ids, self._ones[: len(slots)], is_decode=True, updates=updates)
 
-    def _grow(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Give these slots their next block; return slots, columns of their tables, blocks."""
-        self._room[short] = self.kv.block_size  # they had none left
-        return short, *self.kv.extend(short)
+    def _grow(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], bool]:
+        """Give slots without room their next block.
+
+        Returns:
+            slots, columns of their tables, blocks, each int64 [k] or int32 [k]; and whether
+            some slots wanted one and got none.
+        """
+        short = (self._room < self._active).nonzero()[0]
+        is_starved = self.kv.num_free < short.size
+        if is_starved:
+            short = self._make_room(short)
+        self._room[short] = self.kv.block_size
+        return (short, *self.kv.extend(short)), is_starved
 
     def _make_room(self, short: np.ndarray) -> np.ndarray:
         """Preempt, latest first, until enough blocks are or come free; return who gets one now.
@@ -303,12 +321,12 @@ class Scheduler:
         while self.kv.num_free + coming < wanted and len(self._order) > 1:
             slot = self._order[-1]
             # The victim may be one of the rows that want a block, and then wants none.
-            wanted -= bool(self._left[slot] and not self._room[slot])
+            wanted -= not self._room[slot]
             coming += int(self.kv.num_held[slot]) if self._slots.is_held(slot) else 0
             self._preempt(self._slots[slot])
         wanting = set(short.tolist())
         oldest_first = [slot for slot in self._order if slot in wanting]
-        return np.array(oldest_first[: self.kv.num_free], np.int32)
+        return np.array(oldest_first[: self.kv.num_free], np.int64)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -345,10 +363,13 @@ class Scheduler:
             for request in updated:
                 if request.first_token_s is None:
                     request.first_token_s = now_s
-        hits = self._stop_ids.take(slots, axis=0) == tokens[:, None]
-        if np.count_nonzero(hits):
-            for row in hits.any(axis=1).nonzero()[0].tolist():
-                self._stop(self._slots[int(slots[row])], int(tokens[row]))
+        if slots is not self._stops[0]:
+            self._stops = slots, self._stop_ids[:, slots]
+        for stop_ids in self._stops[1]:
+            hits = stop_ids == tokens
+            if np.count_nonzero(hits):
+                for row in hits.nonzero()[0].tolist():
+                    self._stop(self._slots[int(slots[row])], int(tokens[row]))
         for slot in plan.ending_slots:
             self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
         self._slots.applied(plan.step_id)
@@ -373,7 +394,7 @@ class Scheduler:
         self._order.remove(slot)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
-        self._left[slot] = self._room[slot] = 0
-        self._decoding = None
+        self._left[slot], self._room[slot] = 0, 1
+        self._set_active(slot, is_active=False)
         self._removed.append(slot)
         self._slots.leave(slot)

@@ -62,11 +62,8 @@ class SlotTable:
         return request
 
     def hold(self, slots: np.ndarray, step_id: int) -> None:
-        """Note that a step holds these slots: indices int32 [n], or a mask bool [slots]."""
-        if slots.dtype == np.bool_:
-            np.copyto(self._last_step, step_id, where=slots)
-        else:
-            self._last_step[slots] = step_id
+        """Note that a step holds these slots, int64 [n]."""
+        self._last_step[slots] = step_id
 
     def is_held(self, slot: int) -> bool:
         """Whether a step in flight holds the slot."""
@@ -108,7 +105,7 @@ class SlotTable:
         """Append a step's tokens to its requests; those of surplus rows are dropped.
 
         Args:
-            slots: int32 [n], held by the step.
+            slots: int64 [n], held by the step.
             tokens: int32 [n].
 
         Returns:

@@ -13,6 +13,7 @@ import transformers
 from aneuron import Engine
 from aneuron.models.catalog import resolve
 from aneuron.testing import ByteTokenizer, no_leaks
+from tests.support import CARRIES, every_carry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,12 +97,12 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
     prompts = sixteen_prompts(model.config.vocab_size)
     expected = [reference(model, prompt, 48) for prompt in prompts]
     ties = 0
-    for async_scheduling in (True, False):
+    for carry in CARRIES.values():
         async with (
             Engine(
                 "smollm2-135m",
                 dtype="float32",
-                async_scheduling=async_scheduling,
+                **carry,
                 max_num_seqs=16,
                 max_model_len=512,
             ) as engine,
@@ -112,7 +113,7 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
                 for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
                     ties += near_ties(model, prompt, ids, wanted)
     record_property("near_ties", ties)
-    print(f"near ties within {NEAR}: {ties} of {4 * 16 * 48} tokens")
+    print(f"near ties within {NEAR}: {ties} of {len(CARRIES) * 2 * 16 * 48} tokens")
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -137,12 +138,12 @@ async def test_tiny_models_equal_transformers(family: str, tmp_path: Path) -> No
     model = tiny_model(family, tmp_path)
     prompts = sixteen_prompts(VOCAB)
     expected = [reference(model, prompt, 48) for prompt in prompts]
-    for async_scheduling in (True, False):
+    for carry in CARRIES.values():
         async with (
             Engine(
                 str(tmp_path),
                 dtype="float32",
-                async_scheduling=async_scheduling,
+                **carry,
                 tokenizer=ByteTokenizer(),
                 max_num_batched_tokens=128,
             ) as engine,
@@ -155,8 +156,8 @@ async def test_tiny_models_equal_transformers(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-async def test_case_81_buckets_change_no_output(async_scheduling: bool, tmp_path: Path) -> None:
+@every_carry
+async def test_case_81_buckets_change_no_output(carry: dict[str, Any], tmp_path: Path) -> None:
     tiny_model("Llama", tmp_path)
     rng = random.Random(81)
     lengths = [size + delta for size in (16, 32, 64) for delta in (-1, 0, 1)]
@@ -164,7 +165,7 @@ async def test_case_81_buckets_change_no_output(async_scheduling: bool, tmp_path
     options: dict[str, Any] = {
         "dtype": "float32",
         "tokenizer": ByteTokenizer(),
-        "async_scheduling": async_scheduling,
+        **carry,
         "max_num_seqs": 8,
         "max_model_len": 128,
     }
@@ -185,9 +186,12 @@ async def test_case_81_buckets_change_no_output(async_scheduling: bool, tmp_path
                 assert outputs == [alone[at] for at in chosen]
 
 
-async def test_a_seeded_request_repeats_alone_and_in_any_batch(tmp_path: Path) -> None:
+@every_carry
+async def test_a_seeded_request_repeats_alone_and_in_any_batch(
+    carry: dict[str, Any], tmp_path: Path
+) -> None:
     tiny_model("Llama", tmp_path)
-    options: dict[str, Any] = {"dtype": "float32", "tokenizer": ByteTokenizer()}
+    options: dict[str, Any] = {"dtype": "float32", "tokenizer": ByteTokenizer(), **carry}
     asked: dict[str, Any] = {"prompt_token_ids": [5, 6, 7], "seed": 42, "temperature": 0.8}
     async with Engine(str(tmp_path), **options) as engine:
         alone = (await engine.generate(**asked, max_tokens=16)).token_ids
@@ -201,6 +205,36 @@ async def test_a_seeded_request_repeats_alone_and_in_any_batch(tmp_path: Path) -
             assert (await engine.generate(**asked, max_tokens=16)).token_ids == alone
             await other
         assert len(set(alone)) > 4, "temperature 0.8 on a random model is not greedy"
+
+
+@every_carry
+async def test_case_95_a_slots_next_owner_has_opposite_parameters(
+    carry: dict[str, Any], tmp_path: Path
+) -> None:
+    """Greedy and hot rows, filters on and off, in turns on two seats; tight, so preempted."""
+    tiny_model("Llama", tmp_path)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "seed": 1},
+        {"temperature": 1.5, "seed": 2, "top_k": 3},
+        {"temperature": 0.0, "seed": 3},
+        {"temperature": 1.5, "seed": 4, "top_p": 0.4},
+        {"temperature": 1.5, "seed": 5, "min_p": 0.5},
+    ]
+    asked: list[dict[str, Any]] = [
+        {"prompt_token_ids": [n, 2 * n, 7], "max_tokens": 1 + 5 * (n % 4), **kinds[n % 6]}
+        for n in range(24)
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "tokenizer": ByteTokenizer(), "block_size": 4}
+    async with Engine(str(tmp_path), **options, **CARRIES["host"]) as engine:
+        alone = [(await engine.generate(**one)).token_ids for one in asked]
+    async with (
+        Engine(str(tmp_path), **options, **carry, max_num_seqs=3, num_kv_blocks=8) as engine,
+        no_leaks(engine),
+    ):
+        streams = [engine.generate(**one) for one in asked]
+        assert [(await stream).token_ids for stream in streams] == alone
+        assert engine.stats().preemptions >= 1
 
 
 async def test_a_directory_may_be_a_path(tmp_path: Path) -> None:

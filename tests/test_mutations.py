@@ -130,8 +130,9 @@ def ignore_tokens_in_flight(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Scheduler) -> Any:
         plan = schedule(self)
-        if plan is not None:
-            self._left[list(plan.ending_slots)] += 1
+        for slot in plan.ending_slots if plan is not None else ():
+            self._left[slot] = 1
+            self._set_active(slot, is_active=True)
         return plan
 
     patch.setattr(Scheduler, "_schedule_decode", broken)

@@ -2,8 +2,8 @@
 
 Comes in: the plans of the step loop. Goes out: one step in flight for all ranks. Only the
 first rank's tokens, the output rank's, are read back; the others' stay on their devices
-unless a break, or the carry `host`, needs them on the host. Runs on the loop; a rank in a process of its own
-would be another kind of runner here.
+unless a break, or the carry `host`, needs them on the host. Runs on the loop; a rank in a
+process of its own would be another kind of runner here.
 """
 
 from __future__ import annotations

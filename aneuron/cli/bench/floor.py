@@ -34,7 +34,7 @@ __all__ = ["find_floor", "floor"]
 
 _WARMUP, _WINDOW, _WINDOWS = 64, 300, 3
 _IDLE_SHARE = 0.01  # of the time, at most
-_LOW_MS, _HIGH_MS = 0.02, 64.0
+_LOW_MS, _HIGH_MS = 0.02, 20.0
 _TRIES = 2  # of a probe
 _STRIDE = 1.25  # to the next probe, squared each time, until the floor lies between two
 _TOLERANCE = 0.03  # of the floor
