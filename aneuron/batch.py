@@ -96,6 +96,7 @@ class InputBatch:
         self._slots_on_device = slots_on_device
         self._layout: _Layout | None = None
         self._longest = 0  # tokens launched of the layout's longest row
+        self._ends, self._cells = self.num_computed, self.next_cell  # of the decode prepared last
         self._ring = [_Staging(shape, max_blocks) for _ in range(shape.depth + 1)]
         self._num_launches = 0
 
@@ -184,8 +185,8 @@ class InputBatch:
         assert layout is not None, "prepare() comes first"
         self._num_launches += 1
         if plan.is_decode:
-            self.num_computed[layout.where] += _ONE
-            self.next_cell[layout.where] += _ONE_CELL
+            self.num_computed[layout.where] = self._ends
+            self.next_cell[layout.where] = self._cells + _ONE_CELL
             self._longest += 1
             return
         rows, size = self.row_of[plan.slots], self.shape.block_size
@@ -221,7 +222,8 @@ class InputBatch:
         inputs.num_reqs = inputs.num_tokens = num
         inputs.max_query_len = 1
         inputs.positions[:num] = at
-        inputs.slot_mapping[:num] = self.next_cell[where]
+        self._ends, self._cells = ends, self.next_cell[where]
+        inputs.slot_mapping[:num] = self._cells
         inputs.context_lens[:num] = ends
         if self._slots_on_device:
             inputs.input_ids = None
@@ -305,7 +307,10 @@ class InputBatch:
         """Write a resolved step's tokens, at their positions, to the rows still here.
 
         By position, because a rank whose tokens are not read misses some before a break.
+        With slots on the device no ids are ever built from them, and nothing is written.
         """
+        if self._slots_on_device:
+            return
         if self._layout is not None and slots is self._layout.slots:
             starts = self._layout.token_starts
         else:

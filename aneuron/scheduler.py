@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from aneuron.errors import AneuronError
     from aneuron.kv_cache import KVCacheManager
     from aneuron.outputs import ModelRunnerOutput
-    from aneuron.params import SamplingParams
 
 __all__ = ["Scheduler"]
 
@@ -68,12 +67,13 @@ class Scheduler:
         self._prefill_end = np.zeros(num_slots, np.int32)  # prompt tokens
         # Tokens in flight are off these two, so a row that will end by length, and one that
         # needs a block, are known one step ahead. Where a slot is not active: 0, and 1.
-        self._left = np.zeros(num_slots, np.int32)  # tokens until it ends by length
-        self._room = np.ones(num_slots, np.int32)  # tokens that its blocks still take
-        self._active = np.zeros(num_slots, np.int32)  # 1: decodes, and has tokens left
+        self._left_and_room = np.zeros((2, num_slots), np.int32)
+        self._left, self._room = self._left_and_room  # until it ends; that its blocks take
+        self._room[:] = 1
+        self._has_shortage = False  # some active slot has no room
+        self._active_twice = np.zeros((2, num_slots), np.int32)
+        self._active = self._active_twice[0]  # 1: decodes, and has tokens left
         self._num_active = 0
-        self._stop_ids = np.full((1, num_slots), -1, np.int32)
-        self._stops: tuple[np.ndarray, np.ndarray] = _NO_SLOTS, self._stop_ids  # of slots
         self._decoding: tuple[np.ndarray, np.ndarray] | None = None  # active slots and ids
         self._ending: list[int] = []  # slots whose token of the plan being made is the last
         self._ones = np.ones(max_num_seqs, np.int32)
@@ -208,7 +208,8 @@ class Scheduler:
     def _set_active(self, slot: int, *, is_active: bool) -> None:
         self._decoding = None
         self._num_active += int(is_active) - int(self._active[slot])
-        self._active[slot] = is_active
+        self._active_twice[:, slot] = is_active
+        self._has_shortage = True  # maybe: to be looked at
 
     def _retire_spent(self) -> None:
         """Let slots go whose last token is planned; their row of this plan ends by length."""
@@ -252,7 +253,8 @@ class Scheduler:
             request.first_scheduled_s = self.clock()
         self._computed[slot] = 0
         self._prefill_end[slot] = len(token_ids)
-        self._set_stop_ids(slot, request.params)
+        end_ids = () if request.params.ignore_eos else self.eos_token_ids
+        self._slots.set_stop_ids(slot, request.params.stop_token_ids + end_ids)
         self._order.append(slot)
         self._prefilling.append(slot)
         return NewRequest(
@@ -265,33 +267,23 @@ class Scheduler:
         max_tokens, most = request.params.max_tokens, self.length_limit
         return most if max_tokens is None else min(request.prompt_len + max_tokens, most)
 
-    def _set_stop_ids(self, slot: int, params: SamplingParams) -> None:
-        stop_ids = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        missing = len(stop_ids) - len(self._stop_ids)
-        if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, missing), (0, 0)), constant_values=-1)
-        self._stop_ids[:, slot] = -1
-        self._stop_ids[: len(stop_ids), slot] = stop_ids
-
     def _schedule_decode(self) -> SchedulerOutput | None:
         if not self._num_active:
             return None
-        updates, ready = _NO_UPDATES, self._active
-        if np.count_nonzero(self._room) < len(self._room):
-            updates, is_starved = self._grow()
-            if is_starved:  # some were preempted, or get no block and sit this step out
-                ready = self._active * (self._room > 0)
-        if self._decoding is None or ready is not self._active:
-            slots = ready.nonzero()[0]
-            if not slots.size:
-                return None
-            self._decoding = slots, self._slots.request_ids[slots]
-        slots, ids = self._decoding
-        if ready is not self._active:
-            self._decoding = None
-        self._left -= ready
-        self._room -= ready
-        if np.count_nonzero(self._left) < self._num_active:
+        updates, is_starved = self._grow() if self._has_shortage else (_NO_UPDATES, False)
+        ready, decoding = self._active_twice, self._decoding
+        if is_starved:  # some were preempted, or get no block and sit this step out
+            ready, decoding = self._active_twice * (self._room > 0), None
+        if decoding is None:
+            slots = ready[0].nonzero()[0]
+            decoding = slots, self._slots.request_ids[slots]
+        self._decoding = None if is_starved else decoding
+        slots, ids = decoding
+        if not slots.size:
+            return None
+        self._left_and_room -= ready
+        if np.count_nonzero(self._left_and_room) < self._num_active + len(self._room):
+            self._has_shortage = True
             self._retire_spent()
         self._slots.hold(slots, self._step_id + 1)
         return self._plan(slots, ids, self._ones[: len(slots)], is_decode=True, updates=updates)
@@ -300,13 +292,14 @@ class Scheduler:
         """Give slots without room their next block.
 
         Returns:
-            slots, columns of their tables, blocks, each int64 [k] or int32 [k]; and whether
-            some slots wanted one and got none.
+            slots, columns of their tables and blocks, each [k]; whether some got none.
         """
         short = (self._room < self._active).nonzero()[0]
-        is_starved = self.kv.num_free < short.size
+        self._has_shortage = is_starved = self.kv.num_free < short.size
         if is_starved:
             short = self._make_room(short)
+        if not short.size:
+            return _NO_UPDATES, is_starved
         self._room[short] = self.kv.block_size
         return (short, *self.kv.extend(short)), is_starved
 
@@ -363,13 +356,8 @@ class Scheduler:
             for request in updated:
                 if request.first_token_s is None:
                     request.first_token_s = now_s
-        if slots is not self._stops[0]:
-            self._stops = slots, self._stop_ids[:, slots]
-        for stop_ids in self._stops[1]:
-            hits = stop_ids == tokens
-            if np.count_nonzero(hits):
-                for row in hits.nonzero()[0].tolist():
-                    self._stop(self._slots[int(slots[row])], int(tokens[row]))
+        for row in self._slots.stopped(slots, tokens):
+            self._stop(self._slots[int(slots[row])], int(tokens[row]))
         for slot in plan.ending_slots:
             self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
         self._slots.applied(plan.step_id)

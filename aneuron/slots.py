@@ -32,8 +32,12 @@ class SlotTable:
         self._request_of: list[Request | None] = [None] * num_slots
         self._last_step = np.zeros(num_slots, np.int64)  # the latest that holds the slot
         self._applied_step = 0
+        # The same slots are held step after step: written down when they change, or on demand.
+        self._holding = np.zeros(0, np.int64), 0
         self.request_ids = np.zeros(num_slots, np.int64)
         self.leaving: list[int] = []  # finished or preempted, maybe still held
+        self._stop_ids = np.full((1, num_slots), -1, np.int32)
+        self._stops: tuple[np.ndarray | None, np.ndarray] = None, self._stop_ids  # of these slots
         self._receivers_of: np.ndarray | None = None
         self._receivers: _Receivers = [], []
 
@@ -63,10 +67,17 @@ class SlotTable:
 
     def hold(self, slots: np.ndarray, step_id: int) -> None:
         """Note that a step holds these slots, int64 [n]."""
+        if slots is not self._holding[0]:
+            self._write_down()
+        self._holding = slots, step_id
+
+    def _write_down(self) -> None:
+        slots, step_id = self._holding
         self._last_step[slots] = step_id
 
     def is_held(self, slot: int) -> bool:
         """Whether a step in flight holds the slot."""
+        self._write_down()
         return bool(self._last_step[slot] > self._applied_step)
 
     def applied(self, step_id: int) -> None:
@@ -122,6 +133,25 @@ class SlotTable:
         for append, token in zip(appends, tokens.tolist(), strict=True):
             append(token)
         return requests
+
+    def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        """Note which ids end the request of a slot."""
+        missing = len(stop_ids) - len(self._stop_ids)
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, missing), (0, 0)), constant_values=-1)
+        self._stop_ids[:, slot] = -1
+        self._stop_ids[: len(stop_ids), slot] = stop_ids
+
+    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> list[int]:
+        """Return the rows of a step whose token is one of their request's stop ids."""
+        if slots is not self._stops[0]:
+            self._stops = slots, self._stop_ids[:, slots]
+        rows: list[int] = []
+        for stop_ids in self._stops[1]:
+            hits = stop_ids == tokens
+            if np.count_nonzero(hits):
+                rows += hits.nonzero()[0].tolist()
+        return rows
 
     def forget_receivers(self) -> None:
         """Look at who is live again; called when a request has ended."""
