@@ -240,13 +240,10 @@ class InputBatch:
         inputs = staging.views(padded_rows, padded_tokens, width, is_decode=False)
         inputs.num_reqs, inputs.num_tokens = num, total
         inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
-        first = 0
-        for row, at, count in zip(rows.tolist(), start.tolist(), counts.tolist(), strict=True):
-            self._stage_prompt(inputs, row, at, first, count)
-            first += count
         inputs.query_start[0] = 0
         np.cumsum(counts, out=inputs.query_start[1 : num + 1])
         inputs.query_start[num + 1 :] = total
+        self._stage_prompts(inputs, rows, start, counts)
         inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
         inputs.logits_indices[num:] = 0
         inputs.context_lens[:num] = ends
@@ -254,13 +251,18 @@ class InputBatch:
             inputs, layout.request_ids, layout.slots, ends, ends >= self.prefill_end[rows]
         )
 
-    def _stage_prompt(self, inputs: ModelInput, row: int, at: int, first: int, count: int) -> None:
-        size = self.shape.block_size
-        positions = np.arange(at, at + count, dtype=np.int32)
-        inputs.input_ids[first : first + count] = self.token_ids[row, at : at + count]
-        inputs.positions[first : first + count] = positions
-        blocks = self.block_table[row, positions // size]
-        inputs.slot_mapping[first : first + count] = blocks * size + positions % size
+    def _stage_prompts(
+        self, inputs: ModelInput, rows: np.ndarray, start: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Write ids, positions and cells of the tokens start..start+counts of each row."""
+        num, total = len(rows), inputs.num_tokens
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(total) + np.repeat(start - inputs.query_start[:num], counts)
+        blocks, offsets = np.divmod(positions, self.shape.block_size)
+        cells = self.block_table[row_of_token, blocks] * self.shape.block_size + offsets
+        inputs.input_ids[:total] = self.token_ids[row_of_token, positions]
+        inputs.positions[:total] = positions
+        inputs.slot_mapping[:total] = cells
 
     def _stage_rows(self, staging: _Staging, launch: Launch, layout: _Layout) -> None:
         inputs, num = launch.inputs, len(layout.rows)

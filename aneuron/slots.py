@@ -93,13 +93,13 @@ class SlotTable:
 
     def release_unheld(self) -> None:
         """Free what left and no step in flight holds."""
-        held: list[int] = []
-        for slot in self.leaving:
-            if self.is_held(slot):
-                held.append(slot)
+        self._write_down()
+        leaving, self.leaving = self.leaving, []
+        for slot, last_step in zip(leaving, self._last_step[leaving].tolist(), strict=True):
+            if last_step > self._applied_step:
+                self.leaving.append(slot)
             else:
                 self._release(slot)
-        self.leaving = held
 
     def _release(self, slot: int) -> None:
         request = self[slot]

@@ -97,7 +97,7 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
     prompts = sixteen_prompts(model.config.vocab_size)
     expected = [reference(model, prompt, 48) for prompt in prompts]
     ties = 0
-    for carry in CARRIES.values():
+    for carry in (CARRIES["resident"], CARRIES["host"]):
         async with (
             Engine(
                 "smollm2-135m",
@@ -113,7 +113,7 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
                 for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
                     ties += near_ties(model, prompt, ids, wanted)
     record_property("near_ties", ties)
-    print(f"near ties within {NEAR}: {ties} of {len(CARRIES) * 2 * 16 * 48} tokens")
+    print(f"near ties within {NEAR}: {ties} of {4 * 16 * 48} tokens")
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
