@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchShape", "InputBatch", "Launch"]
 
-# Arrays of no dimension: a Python number as operand costs 1 us more.
-_ONE = np.array(1, np.int64)
-_ONE_CELL = np.array(1, np.int32)
-
 _STATE_COLUMNS = ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed")
 _ROW_COLUMNS = (
     "slot_of",
@@ -33,6 +29,7 @@ _ROW_COLUMNS = (
     "prefill_end",
     "num_computed",
     "next_cell",
+    "next_len",
     *_STATE_COLUMNS,
 )
 
@@ -44,7 +41,7 @@ class Launch:
     inputs: ModelInput
     request_ids: np.ndarray  # int64 [num_reqs], launch order
     slots: np.ndarray  # int64 [num_reqs], launch order
-    ends: np.ndarray  # int64 [num_reqs], position of the token that the row gives
+    ends: np.ndarray  # int [num_reqs], position of the token that the row gives
     emits: np.ndarray | None  # bool [num_reqs]: the row's token counts; None: all do
 
 
@@ -83,10 +80,14 @@ class InputBatch:
         self.block_table = np.zeros((rows, max_blocks), np.int32)
         self._flat_tokens = self.token_ids.reshape(-1)  # the same memory
         self.prefill_end = np.zeros(rows, np.int32)  # tokens to compute before decoding
-        self.num_computed = np.zeros(rows, np.int64)  # tokens launched
-        # Where the cache takes a row's next token; past a block's end only for as long as the
-        # plan that schedules it, and brings the next block, has not come.
-        self.next_cell = np.zeros(rows, np.int32)
+        # A decode's inputs, which all grow by one from step to step, in one array.
+        self._next = np.zeros((3, rows), np.int32)
+        self._ones = np.ones((3, rows), np.int32)
+        self.num_computed = self._next[0]  # tokens launched: the next one's position
+        # Where the cache takes the next token; past a block's end only for as long as the plan
+        # that schedules it, and brings the next block, has not come.
+        self.next_cell = self._next[1]
+        self.next_len = self._next[2]  # tokens in the cache once that has run
         self.prompt_lens = np.zeros(rows, np.int32)
         self.temperature = np.zeros(rows, np.float32)
         self.top_k = np.zeros(rows, np.int32)
@@ -96,7 +97,7 @@ class InputBatch:
         self._slots_on_device = slots_on_device
         self._layout: _Layout | None = None
         self._longest = 0  # tokens launched of the layout's longest row
-        self._ends, self._cells = self.num_computed, self.next_cell  # of the decode prepared last
+        self._table_version = 0  # counts blocks given to rows that are here
         self._ring = [_Staging(shape, max_blocks) for _ in range(shape.depth + 1)]
         self._num_launches = 0
 
@@ -112,6 +113,7 @@ class InputBatch:
             rows = self.row_of[plan.block_slots]
             self.block_table[rows, plan.block_columns] = plan.block_ids
             self.next_cell[rows] = plan.block_ids * self.shape.block_size
+            self._table_version += 1
 
     def remove(self, slots: tuple[int, ...]) -> None:
         """Take requests out and close the gaps."""
@@ -153,7 +155,7 @@ class InputBatch:
         self.block_table[row] = 0
         self.block_table[row, : len(new.block_ids)] = new.block_ids
         self.prefill_end[row] = count
-        self.num_computed[row] = 0
+        self.num_computed[row], self.next_len[row] = 0, 1
         self.prompt_lens[row] = new.prompt_len
         self.temperature[row] = params.temperature
         self.top_k[row] = max(0, min(params.top_k, 2**31 - 1))
@@ -174,7 +176,6 @@ class InputBatch:
             counts = plan.num_scheduled
             counts = counts if layout.order is None else counts[layout.order]
             launch = self._prepare_prefill(staging, layout, counts)
-        self._stage_rows(staging, launch, layout)
         if self._slots_on_device and plan.new_requests:
             launch.inputs.writes = self._writes(plan)
         return launch
@@ -185,12 +186,12 @@ class InputBatch:
         assert layout is not None, "prepare() comes first"
         self._num_launches += 1
         if plan.is_decode:
-            self.num_computed[layout.where] = self._ends
-            self.next_cell[layout.where] = self._cells + _ONE_CELL
+            self._next[:, layout.where] += self._ones[:, : len(layout.rows)]
             self._longest += 1
             return
         rows, size = self.row_of[plan.slots], self.shape.block_size
         self.num_computed[rows] += plan.num_scheduled
+        self.next_len[rows] = self.num_computed[rows] + 1
         blocks, offsets = np.divmod(self.num_computed[rows], size)
         blocks = np.minimum(blocks, self.block_table.shape[1] - 1)  # of a row at its limit
         self.next_cell[rows] = self.block_table[rows, blocks] * size + offsets
@@ -213,22 +214,25 @@ class InputBatch:
         )  # fmt: skip
 
     def _prepare_decode(self, staging: _Staging, layout: _Layout) -> Launch:
-        num, where = len(layout.rows), layout.where
+        num = len(layout.rows)
         padded = self.shape.rows.fit(num)
-        at = self.num_computed[where]
-        ends = at + _ONE
         width = self.shape.blocks.fit(self._longest // self.shape.block_size + 1)
         inputs = staging.views(padded, padded, width, is_decode=True)
-        inputs.num_reqs = inputs.num_tokens = num
-        inputs.max_query_len = 1
-        inputs.positions[:num] = at
-        self._ends, self._cells = ends, self.next_cell[where]
-        inputs.slot_mapping[:num] = self._cells
-        inputs.context_lens[:num] = ends
+        if staging.layout is not layout:
+            self._stage_layout(staging, inputs, layout)
+            self._pad(inputs, num, num)
+            inputs.max_query_len = 1
+        if staging.table_version != self._table_version:
+            staging.table_version = self._table_version
+            inputs.block_table[:num] = self.block_table[layout.where, :width]
+        staging.decode_columns[:, :num] = self._next[:, layout.where]
         if self._slots_on_device:
             inputs.input_ids = None
         else:
-            inputs.input_ids[:num] = self._flat_tokens[layout.token_starts + at]
+            at = layout.token_starts + inputs.positions[:num]
+            inputs.input_ids[:num] = self._flat_tokens[at]
+            inputs.input_ids[num:] = 0
+        ends = inputs.context_lens[:num]
         return Launch(inputs, layout.request_ids, layout.slots, ends, None)
 
     def _prepare_prefill(self, staging: _Staging, layout: _Layout, counts: np.ndarray) -> Launch:
@@ -238,7 +242,11 @@ class InputBatch:
         padded_rows, padded_tokens = self.shape.rows.fit(num), self.shape.tokens.fit(total)
         width = self.shape.blocks.fit(-(-int(ends.max()) // self.shape.block_size))
         inputs = staging.views(padded_rows, padded_tokens, width, is_decode=False)
-        inputs.num_reqs, inputs.num_tokens = num, total
+        emits = ends >= self.prefill_end[rows]
+        self._stage_layout(staging, inputs, layout, emits=emits)
+        self._pad(inputs, num, total)
+        inputs.input_ids[total:] = 0
+        inputs.block_table[:num] = self.block_table[layout.where, :width]
         inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
         inputs.query_start[0] = 0
         np.cumsum(counts, out=inputs.query_start[1 : num + 1])
@@ -247,9 +255,7 @@ class InputBatch:
         inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
         inputs.logits_indices[num:] = 0
         inputs.context_lens[:num] = ends
-        return Launch(
-            inputs, layout.request_ids, layout.slots, ends, ends >= self.prefill_end[rows]
-        )
+        return Launch(inputs, layout.request_ids, layout.slots, ends, emits)
 
     def _stage_prompts(
         self, inputs: ModelInput, rows: np.ndarray, start: np.ndarray, counts: np.ndarray
@@ -264,33 +270,33 @@ class InputBatch:
         inputs.positions[:total] = positions
         inputs.slot_mapping[:total] = cells
 
-    def _stage_rows(self, staging: _Staging, launch: Launch, layout: _Layout) -> None:
-        inputs, num = launch.inputs, len(layout.rows)
-        table = inputs.block_table
-        table[:num] = self.block_table[layout.where, : table.shape[1]]
-        if staging.layout is not layout or launch.emits is not None:
-            staging.layout = layout if launch.emits is None else None
-            self._stage_layout(inputs, launch, layout)
-        tokens = inputs.num_tokens
-        if tokens < len(inputs.positions):
-            inputs.positions[tokens:] = 0
-            inputs.slot_mapping[tokens:] = -1
-            if inputs.input_ids is not None:
-                inputs.input_ids[tokens:] = 0
-        if num < len(table):
-            inputs.context_lens[num:] = 1
-            table[num:] = 0
+    @staticmethod
+    def _pad(inputs: ModelInput, num_reqs: int, num_tokens: int) -> None:
+        inputs.num_reqs, inputs.num_tokens = num_reqs, num_tokens
+        inputs.positions[num_tokens:] = 0
+        inputs.slot_mapping[num_tokens:] = -1
+        inputs.context_lens[num_reqs:] = 1
+        inputs.block_table[num_reqs:] = 0
 
-    def _stage_layout(self, inputs: ModelInput, launch: Launch, layout: _Layout) -> None:
+    def _stage_layout(
+        self,
+        staging: _Staging,
+        inputs: ModelInput,
+        layout: _Layout,
+        *,
+        emits: np.ndarray | None = None,
+    ) -> None:
         """Write what stays the same from decode to decode of the same rows."""
+        staging.layout = layout if emits is None else None
+        staging.table_version = -1  # the rows may be others
         num = len(layout.rows)
         inputs.all_greedy, inputs.num_likeliest = layout.all_greedy, layout.num_likeliest
         if self._slots_on_device:
             spare = self.shape.num_slots
             assert inputs.slots is not None
             inputs.slots[:num] = layout.slots
-            if launch.emits is not None:
-                inputs.slots[:num][~launch.emits] = spare
+            if emits is not None:
+                inputs.slots[:num][~emits] = spare
             inputs.slots[num:] = spare
             return
         inputs.slots = None
@@ -331,7 +337,9 @@ class _Staging:
         rows = max(shape.max_num_seqs, shape.rows.largest)
         tokens = max(shape.max_num_batched_tokens, shape.tokens.largest, rows)
         width = max(max_blocks, shape.blocks.largest)
-        self.layout: _Layout | None = None  # whose state columns the buffers hold
+        self.layout: _Layout | None = None  # of the decode whose columns the buffers hold
+        self.table_version = -1  # of the tables that they hold
+        self.decode_columns = np.zeros((3, rows), np.int32)  # positions, cells, context lengths
         self._size: tuple[int, int, int, bool] | None = None  # of the views made last
         self._inputs: ModelInput
         self._iota = np.arange(rows + 1, dtype=np.int32)
@@ -388,4 +396,6 @@ class _Staging:
         if is_decode:  # a row's one token is its own: never written, so shared
             inputs.query_start = self._iota[: rows + 1]
             inputs.logits_indices = self._iota[:rows]
+            columns = self.decode_columns[:, :rows]
+            inputs.positions, inputs.slot_mapping, inputs.context_lens = columns
         return inputs

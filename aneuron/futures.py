@@ -42,22 +42,14 @@ class DeviceFuture:
         read_s: when the value or the fault was on the loop; NaN before.
     """
 
-    __slots__ = (
-        "_done",
-        "_ended",
-        "_error",
-        "_loop",
-        "_reader",
-        "_value",
-        "_waiters",
-        "device_end_s",
-        "device_error",
-        "device_start_s",
-        "device_value",
-        "dtype",
-        "read_s",
-        "shape",
-    )
+    # On the class until they are set: a future is made each step.
+    device_value: Any = None
+    device_error: DeviceError | None = None
+    device_start_s = device_end_s = read_s = nan
+    _ended = False  # the program; its value may still be on the device
+    _done = False
+    _value: Any = None
+    _error: DeviceError | None = None
 
     def __init__(
         self,
@@ -77,15 +69,8 @@ class DeviceFuture:
         """
         self.shape = shape
         self.dtype = dtype
-        self.device_value: Any = None
-        self.device_error: DeviceError | None = None
-        self.device_start_s = self.device_end_s = self.read_s = nan
         self._loop = loop
         self._reader = reader
-        self._ended = False  # the program; its value may still be on the device
-        self._done = False
-        self._value: Any = None
-        self._error: DeviceError | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:

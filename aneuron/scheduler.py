@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 _NO_SLOTS = np.zeros(0, np.int64)
-_NO_UPDATES = (_NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
+_BlockUpdates = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, columns, blocks
+_NO_UPDATES: _BlockUpdates = _NO_SLOTS, _NO_SLOTS, _NO_SLOTS
 # Padded query positions of a prefill, per token of the budget. Attention pads every row to
 # the longest: one long prompt beside many short ones would cost that many long ones.
 _MAX_PADDING = 2
@@ -288,7 +289,7 @@ class Scheduler:
         self._slots.hold(slots, self._step_id + 1)
         return self._plan(slots, ids, self._ones[: len(slots)], is_decode=True, updates=updates)
 
-    def _grow(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], bool]:
+    def _grow(self) -> tuple[_BlockUpdates, bool]:
         """Give slots without room their next block.
 
         Returns:
@@ -336,7 +337,7 @@ class Scheduler:
         *,
         is_decode: bool,
         new: tuple[NewRequest, ...] = (),
-        updates: tuple[np.ndarray, np.ndarray, np.ndarray] = _NO_UPDATES,
+        updates: _BlockUpdates = _NO_UPDATES,
     ) -> SchedulerOutput:
         self._step_id += 1
         ending, self._ending = tuple(self._ending), []
@@ -349,15 +350,14 @@ class Scheduler:
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Take a step's tokens; return the requests that got one, each with it appended."""
-        slots, tokens = output.slots, output.token_ids
-        updated = self._slots.append(slots, tokens)
+        updated, stopped = self._slots.append(output.slots, output.token_ids)
         if not plan.is_decode:
             now_s = self.clock()
             for request in updated:
                 if request.first_token_s is None:
                     request.first_token_s = now_s
-        for row in self._slots.stopped(slots, tokens):
-            self._stop(self._slots[int(slots[row])], int(tokens[row]))
+        for request in stopped:
+            self._stop(request, request.output_ids[-1])
         for slot in plan.ending_slots:
             self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
         self._slots.applied(plan.step_id)
@@ -382,7 +382,7 @@ class Scheduler:
         self._order.remove(slot)
         if slot in self._prefilling:
             self._prefilling.remove(slot)
-        self._left[slot], self._room[slot] = 0, 1
         self._set_active(slot, is_active=False)
+        self._left[slot], self._room[slot] = 0, 1
         self._removed.append(slot)
         self._slots.leave(slot)

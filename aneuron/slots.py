@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotTable"]
 
-_Receivers = tuple["list[Request]", "list[Callable[[int], None]]"]
+_Receiver = tuple["Callable[[int], None]", "frozenset[int]", "Request"]
 
 
 class SlotTable:
@@ -36,10 +36,10 @@ class SlotTable:
         self._holding = np.zeros(0, np.int64), 0
         self.request_ids = np.zeros(num_slots, np.int64)
         self.leaving: list[int] = []  # finished or preempted, maybe still held
-        self._stop_ids = np.full((1, num_slots), -1, np.int32)
-        self._stops: tuple[np.ndarray | None, np.ndarray] = None, self._stop_ids  # of these slots
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * num_slots
         self._receivers_of: np.ndarray | None = None
-        self._receivers: _Receivers = [], []
+        self._receivers: list[_Receiver] = []
+        self._updated: list[Request] = []  # the same requests
 
     @property
     def num_free(self) -> int:
@@ -112,7 +112,11 @@ class SlotTable:
 
     # ── tokens ──────────────────────────────────────────────────────────────────────────
 
-    def append(self, slots: np.ndarray, tokens: np.ndarray) -> list[Request]:
+    def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        """Note which ids end the request of a slot."""
+        self._stop_ids[slot] = frozenset(stop_ids)
+
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[list[Request], list[Request]]:
         """Append a step's tokens to its requests; those of surplus rows are dropped.
 
         Args:
@@ -120,38 +124,26 @@ class SlotTable:
             tokens: int32 [n].
 
         Returns:
-            the requests that got one; not to be changed.
+            the requests that got one, a list not to be changed; and those that got a stop id.
         """
         if slots is not self._receivers_of:
             live = [self[slot].finish_reason is None for slot in slots.tolist()]
             if not all(live):
                 slots, tokens = slots[live], tokens[live]
-            requests = [self[slot] for slot in slots.tolist()]
+            holders = slots.tolist()
             self._receivers_of = slots
-            self._receivers = requests, [request.output_ids.append for request in requests]
-        requests, appends = self._receivers
-        for append, token in zip(appends, tokens.tolist(), strict=True):
+            self._receivers = [
+                (self[slot].output_ids.append, self._stop_ids[slot], self[slot]) for slot in holders
+            ]
+            self._updated = [self[slot] for slot in holders]
+        stopped: list[Request] = []
+        for (append, stop_ids, request), token in zip(
+            self._receivers, tokens.tolist(), strict=True
+        ):
             append(token)
-        return requests
-
-    def set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        """Note which ids end the request of a slot."""
-        missing = len(stop_ids) - len(self._stop_ids)
-        if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, missing), (0, 0)), constant_values=-1)
-        self._stop_ids[:, slot] = -1
-        self._stop_ids[: len(stop_ids), slot] = stop_ids
-
-    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> list[int]:
-        """Return the rows of a step whose token is one of their request's stop ids."""
-        if slots is not self._stops[0]:
-            self._stops = slots, self._stop_ids[:, slots]
-        rows: list[int] = []
-        for stop_ids in self._stops[1]:
-            hits = stop_ids == tokens
-            if np.count_nonzero(hits):
-                rows += hits.nonzero()[0].tolist()
-        return rows
+            if token in stop_ids:
+                stopped.append(request)
+        return self._updated, stopped
 
     def forget_receivers(self) -> None:
         """Look at who is live again; called when a request has ended."""

@@ -16,8 +16,8 @@ from tests.support import (
     assert_exact,
     assert_idle_soon,
     await_it,
-    both_schedulings,
     device_of,
+    every_carry,
     nothing_logged,
     read,
     until,
@@ -52,13 +52,13 @@ async def consume_local(engine: Engine, ready: asyncio.Event) -> None:
     await sleep_in_body(stream, ready)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("consume", [consume_temporary, consume_local])
 async def test_case_01_consumer_cancelled_in_the_loop_body(
-    consume: Any, async_scheduling: bool
+    consume: Any, carry: dict[str, Any]
 ) -> None:
     """A consumer cancelled inside its loop body leaves an idle engine within 3 steps."""
-    async with count_engine(latency=STEP_S, async_scheduling=async_scheduling) as engine:
+    async with count_engine(latency=STEP_S, **carry) as engine:
         ready = asyncio.Event()
         task = asyncio.create_task(consume(engine, ready))
         await ready.wait()
@@ -71,10 +71,10 @@ async def test_case_01_consumer_cancelled_in_the_loop_body(
         assert task.cancelled()
 
 
-@both_schedulings
-async def test_case_01_break_out_of_aclosing(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_01_break_out_of_aclosing(carry: dict[str, Any]) -> None:
     """`break` out of a loop in `contextlib.aclosing` leaves an idle engine within 3 steps."""
-    async with count_engine(latency=STEP_S, async_scheduling=async_scheduling) as engine:
+    async with count_engine(latency=STEP_S, **carry) as engine:
         before = 0
         async with aclosing(start(engine)) as stream:
             async for token in stream:
@@ -190,10 +190,10 @@ async def test_case_03_awaiting_task_cancelled() -> None:
         assert engine.stats().generation_tokens < 300
 
 
-@both_schedulings
-async def test_case_04_500_dropped_streams(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_04_500_dropped_streams(carry: dict[str, Any]) -> None:
     """500 streams dropped after 0..5 tokens: 8 more are right, and no record is left."""
-    async with count_engine(max_num_seqs=8, async_scheduling=async_scheduling) as engine:
+    async with count_engine(max_num_seqs=8, **carry) as engine:
         rng = random.Random(4)
         task: Any = asyncio.current_task()
         callbacks = len(task._callbacks or ())
@@ -247,10 +247,10 @@ async def test_case_05_abort_of_what_is_over_or_unknown() -> None:
             assert (await stream).token_ids == list(range(100 * n + 1, 100 * n + 51))
 
 
-@both_schedulings
-async def test_case_06_abort_one_of_eight(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_06_abort_one_of_eight(carry: dict[str, Any]) -> None:
     """Request 3 of 8 is aborted with steps in flight: it gives nothing more, 7 are exact."""
-    async with count_engine(latency=0.002, async_scheduling=async_scheduling) as engine:
+    async with count_engine(latency=0.002, **carry) as engine:
         streams = [start(engine, 1000 * n, 60, request_id=f"r{n}") for n in range(1, 9)]
         await read(streams[2], 5)
         await until(lambda: len(streams[2]._request.output_ids) >= 20)  # 15 are unread
@@ -293,13 +293,11 @@ async def test_case_07_ended_from_another_task(by: str, caplog: pytest.LogCaptur
         await assert_idle_soon(engine)
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("count", [1, 4])
-async def test_case_11_and_88_same_name_in_the_same_turn(
-    async_scheduling: bool, count: int
-) -> None:
+async def test_case_11_and_88_same_name_in_the_same_turn(carry: dict[str, Any], count: int) -> None:
     """ "x" cancelled with a step in flight and submitted again: only the new one's ids."""
-    async with count_engine(latency=0.002, async_scheduling=async_scheduling) as engine:
+    async with count_engine(latency=0.002, **carry) as engine:
         for tokens_read in (0, 1, 3):
             old = engine.generate(prompt_token_ids=[7] * (count - 1) + [10], request_id="x")
             await read(old, tokens_read)

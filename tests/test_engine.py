@@ -30,7 +30,7 @@ from aneuron.testing import (
     no_leaks,
     sim_engine,
 )
-from tests.support import after, both_schedulings, start
+from tests.support import after, every_carry, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,14 +55,12 @@ async def test_case_14_name_in_use() -> None:
         assert (await start(engine, 500, 2, request_id="x")).token_ids == [501, 502]
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("text", [True, False])
-async def test_case_25_prompt_over_the_pool(text: bool, async_scheduling: bool) -> None:
+async def test_case_25_prompt_over_the_pool(text: bool, carry: dict[str, Any]) -> None:
     """A prompt over the whole KV pool: an error that names the capacity; the next is served."""
     async with (
-        count_engine(
-            num_kv_blocks=8, max_model_len=4096, async_scheduling=async_scheduling
-        ) as engine,
+        count_engine(num_kv_blocks=8, max_model_len=4096, **carry) as engine,
         no_leaks(engine),
     ):
         with pytest.raises(ContextTooLong, match=r"200 tokens.*pool holds 128") as caught:
@@ -75,11 +73,11 @@ async def test_case_25_prompt_over_the_pool(text: bool, async_scheduling: bool) 
         assert answer.token_ids == [2, 3, 4]
 
 
-@both_schedulings
-async def test_case_26_empty_prompt(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_26_empty_prompt(carry: dict[str, Any]) -> None:
     """No ids, or a text that gives none: a clear error for that request alone."""
     async with (
-        count_engine(latency=0.001, async_scheduling=async_scheduling) as engine,
+        count_engine(latency=0.001, **carry) as engine,
         no_leaks(engine),
     ):
         running = [start(engine, 100), start(engine, 200)]
@@ -97,12 +95,12 @@ async def test_case_26_empty_prompt(async_scheduling: bool) -> None:
         assert (await engine.generate("A", max_tokens=2)).token_ids == [66, 67]
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("text", [True, False])
-async def test_case_27_prompt_at_the_limit(text: bool, async_scheduling: bool) -> None:
+async def test_case_27_prompt_at_the_limit(text: bool, carry: dict[str, Any]) -> None:
     """Limit 64: 64 and 65 are refused; 63 gives one token, "length", both ways."""
     async with (
-        count_engine(max_model_len=64, async_scheduling=async_scheduling) as engine,
+        count_engine(max_model_len=64, **carry) as engine,
         no_leaks(engine),
     ):
 
@@ -119,13 +117,11 @@ async def test_case_27_prompt_at_the_limit(text: bool, async_scheduling: bool) -
             assert (answer.token_ids, answer.finish_reason) == ([66], "length")
 
 
-@both_schedulings
-async def test_case_89_alone_up_to_the_pool(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_89_alone_up_to_the_pool(carry: dict[str, Any]) -> None:
     """Pool 128, prompt 100, no max_tokens: 28 tokens, "length", no preemption."""
     async with (
-        count_engine(
-            num_kv_blocks=8, max_model_len=4096, async_scheduling=async_scheduling
-        ) as engine,
+        count_engine(num_kv_blocks=8, max_model_len=4096, **carry) as engine,
         no_leaks(engine),
     ):
         answer = await engine.generate(prompt_token_ids=[7] * 100)

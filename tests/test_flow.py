@@ -81,12 +81,13 @@ async def test_case_10_length_stop_samples_exactly_n_rows(num: int, carry: Carry
 
 
 @every_carry
+@pytest.mark.parametrize("latency", [0.0, 0.0005])
 async def test_case_12_a_successor_takes_the_place_of_a_stopped_request(
-    carry: Carry,
+    carry: Carry, latency: float
 ) -> None:
     model = Count(eos_token_ids=(257,))
     async with (
-        sim_engine(model, **carry, max_num_seqs=1) as engine,
+        sim_engine(model, latency=latency, **carry, max_num_seqs=1) as engine,
         no_leaks(engine),
     ):
         for _ in range(100):
@@ -95,6 +96,7 @@ async def test_case_12_a_successor_takes_the_place_of_a_stopped_request(
             items = [token.token_id async for token in first]
             assert items == [252, 253, 254, 255, 256, 257]
             assert (await second).token_ids == after(500, 3)
+            assert (await first).token_ids == after(251, 6), "its surplus row came meanwhile"
 
 
 async def test_case_12_a_stop_costs_one_surplus_row_and_no_more() -> None:

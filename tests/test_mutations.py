@@ -68,7 +68,14 @@ def remap_the_wrong_way(patch: pytest.MonkeyPatch) -> None:
 
 def hand_slots_on_early(patch: pytest.MonkeyPatch) -> None:
     """Give slot and blocks away while a step in flight holds them."""
-    patch.setattr(SlotTable, "is_held", lambda *_: False)
+    release = SlotTable.release_unheld
+
+    def broken(self: SlotTable) -> None:
+        applied, self._applied_step = self._applied_step, 2**40
+        release(self)
+        self._applied_step = applied
+
+    patch.setattr(SlotTable, "release_unheld", broken)
 
 
 def reuse_a_staging_buffer(patch: pytest.MonkeyPatch) -> None:
@@ -204,8 +211,8 @@ def pad_with_a_requests_slot(patch: pytest.MonkeyPatch) -> None:
     """Let padding rows write to slot 0 in place of the spare one."""
     stage = InputBatch._stage_layout
 
-    def broken(self: InputBatch, inputs: Any, launch: Any, layout: Any) -> None:
-        stage(self, inputs, launch, layout)
+    def broken(self: InputBatch, staging: Any, inputs: Any, layout: Any, **emits: Any) -> None:
+        stage(self, staging, inputs, layout, **emits)
         inputs.slots[len(layout.rows) :] = 0
 
     patch.setattr(InputBatch, "_stage_layout", broken)
@@ -253,14 +260,14 @@ CASES: list[tuple[Patch, str, str, dict[str, Any]]] = [
     (skip_the_guard, "test_carry", "test_case_83_a_length_stop_breaks_when_its_request_leaves_the_plan", {}),
     (drop_the_remap, "test_carry", "test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device", {}),
     (remap_the_wrong_way, "test_carry", "test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device", {}),
-    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", HANDOFF),
-    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", RESIDENT),
+    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", {"latency": 0.001, **HANDOFF}),
+    (hand_slots_on_early, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", {"latency": 0.001, **RESIDENT}),
     (reuse_a_staging_buffer, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", HANDOFF),
     (reuse_a_staging_buffer, "test_flow", "test_case_93_buffers_are_not_written_while_a_launch_owns_them", RESIDENT),
     (apply_beside, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", HANDOFF),
     (update_twice, "test_flow", "test_case_08_sixteen_concurrent_requests_are_exact", HANDOFF),
     (break_without_waiting, "test_flow", "test_case_09_short_requests_join_two_long_ones_each_step", HANDOFF),
-    (keep_surplus_tokens, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", HANDOFF),
+    (keep_surplus_tokens, "test_flow", "test_case_12_a_successor_takes_the_place_of_a_stopped_request", {"latency": 0.001, **HANDOFF}),
     (ignore_tokens_in_flight, "test_flow", "test_case_10_length_stop_samples_exactly_n_rows", {"num": 17, **RESIDENT}),
     (count_every_chunk, "test_flow", "test_case_13_prompts_around_the_chunk_budget", HANDOFF),
     (count_every_chunk, "test_flow", "test_case_13_prompts_around_the_chunk_budget", RESIDENT),

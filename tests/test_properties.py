@@ -375,13 +375,13 @@ class ResidentMachine(EngineMachine):
     carry = "resident"
 
 
-def tested(machine: type[EngineMachine]) -> Any:
+def case_of(machine: type[EngineMachine]) -> Any:
     """Its test case; one example is up to 50 rules, so half as many do."""
     case = machine.TestCase
     case.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
     return pytest.mark.timeout(300)(case)
 
 
-TestHandoffMachine = tested(HandoffMachine)
-TestHostMachine = tested(HostMachine)
-TestResidentMachine = tested(ResidentMachine)
+TestHandoffMachine = case_of(HandoffMachine)
+TestHostMachine = case_of(HostMachine)
+TestResidentMachine = case_of(ResidentMachine)

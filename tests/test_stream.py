@@ -25,7 +25,7 @@ from aneuron.testing import (
     no_leaks,
     sim_engine,
 )
-from tests.support import after, both_schedulings, items_of, start, until
+from tests.support import after, every_carry, items_of, start, until
 
 if TYPE_CHECKING:
     from aneuron import Token, TokenStream
@@ -38,11 +38,11 @@ def ids_of(items: list[Token]) -> list[int | None]:
 # ── items ───────────────────────────────────────────────────────────────────────────────
 
 
-@both_schedulings
-async def test_case_16_twenty_loops(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_16_twenty_loops(carry: dict[str, Any]) -> None:
     """20 loops of different lengths: each ends after its own finished item, with its own ids."""
     async with (
-        count_engine(max_num_seqs=8, async_scheduling=async_scheduling) as engine,
+        count_engine(max_num_seqs=8, **carry) as engine,
         no_leaks(engine),
     ):
         lengths = [1, 2, 3, 5, 8, *range(10, 160, 10), 200][:20]
@@ -57,10 +57,10 @@ async def test_case_16_twenty_loops(async_scheduling: bool) -> None:
         assert engine.stats().generation_tokens == sum(lengths)
 
 
-@both_schedulings
-async def test_case_35_one_token(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_35_one_token(carry: dict[str, Any]) -> None:
     """max_tokens=1: one item, with the token and finish "length"."""
-    async with sim_engine(Script(b"Hello"), async_scheduling=async_scheduling) as engine:
+    async with sim_engine(Script(b"Hello"), **carry) as engine:
         (item,) = await items_of(engine.generate("?", max_tokens=1))
         assert (item.text, item.token_id, item.finish_reason) == ("H", ord("H"), "length")
         assert str(item) == "H"
@@ -77,14 +77,14 @@ async def test_case_35_slow_reader() -> None:
         assert items[-1].finish_reason is FinishReason.LENGTH
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize(("max_tokens", "reason"), [(5, "stop"), (4, "length")])
 async def test_case_34_eos_at_the_limit(
-    max_tokens: int, reason: str, async_scheduling: bool
+    max_tokens: int, reason: str, carry: dict[str, Any]
 ) -> None:
     """EOS as 5th id: max_tokens=5 gives "stop", 4 gives "length"; streamed or not."""
     async with (
-        sim_engine(Script(b"abcd"), async_scheduling=async_scheduling) as engine,
+        sim_engine(Script(b"abcd"), **carry) as engine,
         no_leaks(engine),
     ):
         for _ in range(3):
@@ -98,12 +98,12 @@ async def test_case_34_eos_at_the_limit(
 # ── text ────────────────────────────────────────────────────────────────────────────────
 
 
-@both_schedulings
-async def test_case_36_characters_of_several_bytes(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_36_characters_of_several_bytes(carry: dict[str, Any]) -> None:
     """No U+FFFD in any delta; each character comes with its last byte."""
     text = "é🔥ç"
     model = Script(text.encode())
-    async with sim_engine(model, async_scheduling=async_scheduling) as engine, no_leaks(engine):
+    async with sim_engine(model, **carry) as engine, no_leaks(engine):
         items = await items_of(engine.generate("?"))
         expected = ["", "é", "", "", "", "🔥", "", "ç", ""]
         assert [item.text for item in items] == expected
@@ -111,11 +111,11 @@ async def test_case_36_characters_of_several_bytes(async_scheduling: bool) -> No
         assert "".join(map(str, cut)) == "é\ufffd"
 
 
-@both_schedulings
-async def test_case_37_prompt_ends_inside_a_character(async_scheduling: bool) -> None:
+@every_carry
+async def test_case_37_prompt_ends_inside_a_character(carry: dict[str, Any]) -> None:
     """The answer completes the prompt's character; the prompt's text is not in it."""
     fire = "🔥".encode()
-    async with sim_engine(Script(fire[2:] + b"!"), async_scheduling=async_scheduling) as engine:
+    async with sim_engine(Script(fire[2:] + b"!"), **carry) as engine:
         answer = await engine.generate(prompt_token_ids=[*b"Hi ", *fire[:2]])
         assert "Hi" not in answer.text
         assert answer.text.endswith("!")
@@ -131,17 +131,17 @@ STOPS: list[tuple[str, bytes, dict[str, Any], str, str]] = [
 ]
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize(
     ("script", "options", "text", "reason"),
     [pytest.param(*rest, id=name) for name, *rest in STOPS],
 )
 async def test_case_30_to_32_stop_strings(
-    script: bytes, options: dict[str, Any], text: str, reason: str, async_scheduling: bool
+    script: bytes, options: dict[str, Any], text: str, reason: str, carry: dict[str, Any]
 ) -> None:
     """Stop strings: nothing of the match is shown, also to a late reader, or one that awaits."""
     async with (
-        sim_engine(Script(script), async_scheduling=async_scheduling) as engine,
+        sim_engine(Script(script), **carry) as engine,
         no_leaks(engine),
     ):
         prompt = engine.generate("?", **options)
@@ -381,11 +381,11 @@ async def test_case_61_heartbeat_beside_10_000_tokens(caplog: pytest.LogCaptureF
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-@both_schedulings
+@every_carry
 @pytest.mark.parametrize("pause_s", [0.0, 0.002])
-async def test_case_61_cancel_at_token_500(async_scheduling: bool, pause_s: float) -> None:
+async def test_case_61_cancel_at_token_500(carry: dict[str, Any], pause_s: float) -> None:
     """cancel() at token 500: the stream ends by token 510, for a slow reader too."""
-    async with count_engine(async_scheduling=async_scheduling) as engine:
+    async with count_engine(**carry) as engine:
         stream = start(engine, 10, 10_000)
         items = []
         async for token in stream:
