@@ -118,9 +118,9 @@ class InputBatch:
     def remove(self, slots: tuple[int, ...]) -> None:
         """Take requests out and close the gaps."""
         self._layout = None
-        gone = [row for row in self.row_of[list(slots)].tolist() if row >= 0] if slots else []
+        rows = self.row_of[list(slots)].tolist()
         self.row_of[list(slots)] = -1
-        self._condense(gone)
+        self._condense([row for row in rows if row >= 0])
 
     def _condense(self, gone: list[int]) -> None:
         """Move the last rows into the gaps, so that rows stay 0..num_reqs-1."""
@@ -173,9 +173,8 @@ class InputBatch:
         if plan.is_decode:
             launch = self._prepare_decode(staging, layout)
         else:
-            counts = plan.num_scheduled
-            counts = counts if layout.order is None else counts[layout.order]
-            launch = self._prepare_prefill(staging, layout, counts)
+            order = slice(None) if layout.order is None else layout.order
+            launch = self._prepare_prefill(staging, layout, plan.num_scheduled[order])
         if self._slots_on_device and plan.new_requests:
             launch.inputs.writes = self._writes(plan)
         return launch

@@ -24,11 +24,11 @@ from aneuron.errors import (
     InternalError,
     engine_failure,
 )
+from aneuron.futures import Mailbox, Signal, Watchdog
 from aneuron.kv_cache import KVCacheManager
 from aneuron.outputs import AbortReason, BreakReason, EngineStats, FinishReason
-from aneuron.parallel.ranks import RankGroup, RankStep, make_runner
+from aneuron.parallel.ranks import make_runner
 from aneuron.request import Request, RequestState, wake
-from aneuron.runner import InFlightStep, ModelRunner, Watchdog
 from aneuron.scheduler import Scheduler
 from aneuron.timeline import RING_STEPS, Timeline
 
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
     from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+    from aneuron.parallel.ranks import RankGroup, RankStep
+    from aneuron.runner import InFlightStep, ModelRunner
+
+    Preparation = Callable[[], Coroutine[Any, Any, None]]
 
 __all__ = ["EngineCore"]
 
@@ -69,9 +73,9 @@ class EngineCore:
         self.failure: AneuronError | None = None
         self._num_prompt_tokens = self._num_generated = self._num_watched = 0
         self._num_in_flight = 0
-        self._in_flight: asyncio.Queue[InFlightStep | RankStep] = asyncio.Queue()
+        self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
         self._watchdog = Watchdog(step_timeout_s)
-        self._changed = asyncio.Event()
+        self._changed = Signal()  # for the step loop: look again
         self._idle = asyncio.Event()
         self._started = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -198,9 +202,7 @@ class EngineCore:
 
     # ── requests ────────────────────────────────────────────────────────────────────────
 
-    def register(
-        self, request: Request, preparation: Callable[[], Coroutine[Any, Any, None]] | None = None
-    ) -> None:
+    def register(self, request: Request, preparation: Preparation | None = None) -> None:
         """Take a request on; `preparation` turns its prompt into ids and admits it."""
         self.requests[request.name] = request
         request.on_finish.append(self._forget)
@@ -217,9 +219,7 @@ class EngineCore:
         self._tasks.add(task)
         task.add_done_callback(self._prepared)
 
-    async def _prepare(
-        self, request: Request, preparation: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _prepare(self, request: Request, preparation: Preparation) -> None:
         """Run a preparation; its fault is this request's alone."""
         error: AneuronError
         try:
@@ -270,7 +270,7 @@ class EngineCore:
         while True:
             plan = await self._next_plan()  # room for a step, and something to do
             await self.runner.execute_model(plan)  # breaks of the flow happen in there
-            self._in_flight.put_nowait(self.runner.sample_tokens())
+            self._in_flight.put(self.runner.sample_tokens())
 
     async def _next_plan(self) -> SchedulerOutput:
         """Wait for room and work; from here on the plan's step is in flight."""
@@ -284,7 +284,6 @@ class EngineCore:
                     return plan
                 is_held_up = self._num_in_flight and self.scheduler.wants_room
                 held_up_s = (held_up_s or begun_s) if is_held_up else None
-            self._changed.clear()
             await self._changed.wait()
 
     def _note_plan(self, plan: SchedulerOutput, begun_s: float, held_up_s: float | None) -> None:

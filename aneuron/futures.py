@@ -2,23 +2,30 @@
 
 This is the one place where device threads touch the event loop. A launch returns the
 future at once; the device's thread resolves it through `call_soon_threadsafe`. Unread, it
-can be fed to the next launch: then the value never leaves the device on its way.
+can be fed to the next launch: then the value never leaves the device on its way. Beside
+it, how the engine's coroutines wait: `Signal`, `Mailbox`, and the `Watchdog` over a silent
+device.
 """
 
 from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
+from collections import deque
 from math import nan
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from aneuron.errors import DeviceLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from aneuron.errors import DeviceError
 
-__all__ = ["DeviceFuture"]
+__all__ = ["DeviceFuture", "Mailbox", "Signal", "Watchdog"]
+
+T = TypeVar("T")
 
 
 class DeviceFuture:
@@ -178,3 +185,105 @@ class DeviceFuture:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
+
+
+# ── waiting, on the loop ────────────────────────────────────────────────────────────────
+
+
+class Signal:
+    """Wakes the one task that waits for it; like an `asyncio.Event`, for a third of its cost."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        """Make one that is not set."""
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake the waiting task, or let the next wait return at once."""
+        self._is_set = True
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
+
+    async def wait(self) -> None:
+        """Wait until it is set, and reset it; for one task at a time."""
+        while not self._is_set:
+            self._waiter = get_running_loop().create_future()
+            try:
+                await self._waiter
+            except BaseException:
+                self._waiter = None
+                raise
+        self._is_set = False
+
+
+class Mailbox(Generic[T]):
+    """Items from one task to another, in order; like an `asyncio.Queue` without a limit."""
+
+    __slots__ = ("_items", "_news")
+
+    def __init__(self) -> None:
+        """Make an empty one."""
+        self._items: deque[T] = deque()
+        self._news = Signal()
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self._news.set()
+
+    async def get(self) -> T:
+        """Wait for an item and take it; for one task at a time."""
+        while not self._items:
+            await self._news.wait()
+        return self._items.popleft()
+
+
+class Failable(Protocol):
+    """A step in flight, of one rank or of several."""
+
+    def fail(self, error: DeviceError) -> None:
+        """Resolve it with an error if it has no result yet."""
+
+
+class Watchdog:
+    """Fails a step that stays silent for too long, so that its device counts as lost.
+
+    One timer, set once per time-out and not per step; none while nothing is in flight.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Make one that allows a step `timeout_s` seconds after the step before."""
+        self.timeout_s = timeout_s
+        self._late = DeviceLost(f"no step has finished for {timeout_s:g} s (step_timeout_s)")
+        self._watched: Failable | None = None
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, step: Failable) -> None:
+        """Note that this step is waited for from now on."""
+        self._watched, self._since_s = step, monotonic()
+        if self._timer is None:
+            self._set(self.timeout_s)
+
+    def rest(self) -> None:
+        """Stop the timer: nothing is in flight."""
+        self._watched = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        assert self._watched is not None
+        left_s = self._since_s + self.timeout_s - monotonic()
+        if left_s > 0:
+            self._set(left_s)
+        else:
+            self._watched.fail(self._late)

@@ -23,7 +23,7 @@ class KVCacheManager:
         # test that looks for that finds it.
         self._free = list(range(num_blocks, 0, -1))
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
-        self.num_held = np.zeros(num_slots, np.int32)
+        self.num_held = np.zeros(num_slots, np.int64)
 
     @property
     def num_free(self) -> int:
@@ -47,7 +47,7 @@ class KVCacheManager:
         """Give one block to each of these slots, int64 [n]; as many must be free.
 
         Returns:
-            columns in the slots' block tables, and the blocks; both int32 [n].
+            columns in the slots' block tables, int64 [n], and the blocks, int32 [n].
         """
         blocks = [self._free.pop() for _ in range(len(slots))]
         for slot, block in zip(slots.tolist(), blocks, strict=True):

@@ -162,10 +162,10 @@ class SchedulerOutput:
     new_requests: tuple[NewRequest, ...]
     removed_slots: tuple[int, ...]  # slots that left the batch since the last plan
     ending_slots: tuple[int, ...]  # whose token of this step is the last by length
-    # blocks appended to requests that are in the batch already, int64 and int32 [k]:
-    block_slots: np.ndarray
-    block_columns: np.ndarray
-    block_ids: np.ndarray
+    # blocks appended to requests that are in the batch already:
+    block_slots: np.ndarray  # int64 [k]
+    block_columns: np.ndarray  # int64 [k]
+    block_ids: np.ndarray  # int32 [k]
     record: StepRecord = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -12,12 +12,12 @@ import logging
 import math
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
-from aneuron.errors import DeviceError, DeviceLost
+from aneuron.errors import DeviceError
 from aneuron.outputs import Break, BreakReason, BreakStats, ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aneuron.futures import DeviceFuture
     from aneuron.outputs import ModelInput, SchedulerOutput, StepRecord
 
-__all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner", "Watchdog"]
+__all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner"]
 
 _logger = logging.getLogger("aneuron.flow")
 
@@ -191,13 +191,6 @@ class AsyncExecutionBuffer:
     pending: InFlightStep | None = None
 
 
-class Failable(Protocol):
-    """A step in flight, of one rank or of several."""
-
-    def fail(self, error: DeviceError) -> None:
-        """Resolve it with an error if it has no result yet."""
-
-
 class ModelRunner:
     """One rank: a device, the model on it, and its view of the batch.
 
@@ -307,46 +300,6 @@ class ModelRunner:
         record.is_async = is_async if self.carry.counts_steps else None
         self.stats.note_step(is_decode=plan.is_decode, is_async=record.is_async)
         record.launched_s = monotonic()
-
-
-class Watchdog:
-    """Fails a step that stays silent for too long, so that its device counts as lost.
-
-    One timer, set once per time-out and not per step; none while nothing is in flight.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        """Make one that allows a step `timeout_s` seconds after the step before."""
-        self.timeout_s = timeout_s
-        self._late = DeviceLost(f"no step has finished for {timeout_s:g} s (step_timeout_s)")
-        self._watched: Failable | None = None
-        self._since_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def watch(self, step: Failable) -> None:
-        """Note that this step is waited for from now on."""
-        self._watched, self._since_s = step, monotonic()
-        if self._timer is None:
-            self._set(self.timeout_s)
-
-    def rest(self) -> None:
-        """Stop the timer: nothing is in flight."""
-        self._watched = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        assert self._watched is not None
-        left_s = self._since_s + self.timeout_s - monotonic()
-        if left_s > 0:
-            self._set(left_s)
-        else:
-            self._watched.fail(self._late)
 
 
 def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:

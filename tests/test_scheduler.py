@@ -283,7 +283,7 @@ def test_any_order_of_events_ends_with_a_full_pool(
             break
         if choices.random() < 0.02:
             scheduler.finish(choices.choice(requests), FinishReason.ABORT)
-        held = sum(len(blocks) for blocks in scheduler.kv._held)
+        held = int(scheduler.kv.num_held.sum())
         assert held + scheduler.kv.num_free == num_blocks
     assert scheduler.is_empty
     assert scheduler.kv.num_free == num_blocks
