@@ -318,6 +318,7 @@ class EngineCore:
         """Let the scheduler have a step's tokens, look for stop strings, wake consumers."""
         record, num_watched = plan.record, self._num_watched  # those that end here, too
         updated = self.scheduler.update_from_output(plan, output)
+        self._changed.set()  # before the consumers: the device waits for none of them
         record.applied_s = monotonic()
         if num_watched:
             for request in updated:

@@ -115,6 +115,8 @@ class SimDevice(ThreadDevice):
         skew_s: how much later than the first rank's the last rank's programs end, those of
             the ranks between in proportion; or a function of the rank, called at each
             program on the thread of its device.
+        checks_inputs: compare the inputs at a program's start and end, which takes the
+            processor some time; benchmarks, which measure that, do without.
         rank: which rank this device is.
 
     Attributes:
@@ -136,6 +138,7 @@ class SimDevice(ThreadDevice):
         gap_s: float = 0.0,
         faults: Sequence[Fault] = (),
         skew_s: float | Callable[[int], float] = 0.0,
+        checks_inputs: bool = True,
         rank: int = 0,
     ) -> None:
         """Make the device; nothing runs before `start`."""
@@ -147,6 +150,7 @@ class SimDevice(ThreadDevice):
         self._latency = latency if callable(latency) else lambda _: latency
         self._all_faults = faults
         self._faults = {fault.step: fault.status for fault in faults if fault.rank == rank}
+        self._checks_inputs = checks_inputs
         self._skew_s = skew_s
         self._skew = skew_s if callable(skew_s) else None  # the first rank has none
         self._base_end_s = 0.0  # end of the program before, without its skew
@@ -158,9 +162,14 @@ class SimDevice(ThreadDevice):
         self.num_reads = self.num_queue_full = 0
 
     @classmethod
-    def of_profile(cls, profile: Profile) -> Self:
+    def of_profile(cls, profile: Profile, *, checks_inputs: bool = True) -> Self:
         """Return the device that a profile describes: its latency, gap and skew."""
-        return cls(latency=profile, gap_s=profile.gap_s, skew_s=profile.skew_s)
+        return cls(
+            latency=profile,
+            gap_s=profile.gap_s,
+            skew_s=profile.skew_s,
+            checks_inputs=checks_inputs,
+        )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start; the calling thread is the one that must not read values."""
@@ -182,6 +191,7 @@ class SimDevice(ThreadDevice):
             gap_s=self.gap_s,
             faults=self._all_faults,
             skew_s=skew_s,
+            checks_inputs=self._checks_inputs,
             rank=rank,
         )
 
@@ -214,7 +224,9 @@ class SimDevice(ThreadDevice):
         if status is not None:
             self._break_down(status)
         self._compute(job, inputs)
-        if end_s > monotonic():
+        if not self._checks_inputs:
+            _sleep_until(end_s)
+        elif end_s > monotonic():
             before = _snapshot(inputs)
             _sleep_until(end_s)
             if _snapshot(inputs) != before:

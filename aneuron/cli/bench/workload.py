@@ -160,6 +160,6 @@ def open_profile(name: str) -> SimDevice:
     from aneuron.device.sim import SimDevice
 
     try:
-        return SimDevice.of_profile(profile(name, param="--profile"))
+        return SimDevice.of_profile(profile(name, param="--profile"), checks_inputs=False)
     except ConfigError as error:
         raise ConfigError(f"--profile: {error}", param="--profile") from error
