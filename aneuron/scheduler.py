@@ -128,10 +128,10 @@ class Scheduler:
             self._leave(request.slot)
         request.finish(reason, now_s=self.clock(), **facts)
         self._slots.forget_receivers()
-        if request.slot >= 0:
-            self._slots.release_unheld()
-        else:
+        if request.slot < 0:
             request.release()
+        elif self._slots.applied_step == self._step_id:  # else with a step in flight
+            self._slots.release_unheld()
 
     def abandon(self, error: AneuronError) -> None:
         """End every request and free everything: no step in flight will come back."""

@@ -47,6 +47,11 @@ class SlotTable:
         return len(self._free)
 
     @property
+    def applied_step(self) -> int:
+        """The latest step that has been applied."""
+        return self._applied_step
+
+    @property
     def holders(self) -> list[Request]:
         """All requests that hold a slot."""
         return [request for request in self._request_of if request is not None]
@@ -127,15 +132,7 @@ class SlotTable:
             the requests that got one, a list not to be changed; and those that got a stop id.
         """
         if slots is not self._receivers_of:
-            live = [self[slot].finish_reason is None for slot in slots.tolist()]
-            if not all(live):
-                slots, tokens = slots[live], tokens[live]
-            holders = slots.tolist()
-            self._receivers_of = slots
-            self._receivers = [
-                (self[slot].output_ids.append, self._stop_ids[slot], self[slot]) for slot in holders
-            ]
-            self._updated = [self[slot] for slot in holders]
+            tokens = self._find_receivers(slots, tokens)
         stopped: list[Request] = []
         for (append, stop_ids, request), token in zip(
             self._receivers, tokens.tolist(), strict=True
@@ -144,6 +141,21 @@ class SlotTable:
             if token in stop_ids:
                 stopped.append(request)
         return self._updated, stopped
+
+    def _find_receivers(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Look up who gets the tokens of these slots; return those that somebody gets."""
+        holders = [self[slot] for slot in slots.tolist()]
+        live = [request.finish_reason is None for request in holders]
+        self._receivers_of = slots
+        if not all(live):
+            self._receivers_of, tokens = None, tokens[live]
+            holders = [request for request in holders if request.finish_reason is None]
+        self._updated = holders
+        self._receivers = [
+            (request.output_ids.append, self._stop_ids[request.slot], request)
+            for request in holders
+        ]
+        return tokens
 
     def forget_receivers(self) -> None:
         """Look at who is live again; called when a request has ended."""
