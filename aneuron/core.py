@@ -26,7 +26,7 @@ from aneuron.errors import (
 )
 from aneuron.futures import Mailbox, Signal, Watchdog
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import AbortReason, BreakReason, EngineStats, FinishReason
+from aneuron.outputs import AbortReason, Break, BreakReason, EngineStats, FinishReason
 from aneuron.parallel.ranks import make_runner
 from aneuron.request import Request, RequestState, wake
 from aneuron.scheduler import Scheduler
@@ -77,8 +77,7 @@ class EngineCore:
         self._watchdog = Watchdog(step_timeout_s)
         self._changed = Signal()  # for the step loop: look again
         self._idle = asyncio.Event()
-        self._started = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._started, self._stopping = asyncio.Event(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_preparing = 0
@@ -291,7 +290,8 @@ class EngineCore:
         record.begun_s, record.scheduled_s = begun_s, monotonic()
         self.timeline.add(record)
         if held_up_s is not None:
-            self.runner.stats.note_break(record, BreakReason.DRAIN, held_up_s)
+            wait = Break(BreakReason.DRAIN, held_up_s, record.scheduled_s)
+            self.runner.stats.note_break(record, wait)
         self._num_in_flight += 1
 
     # ── the materializer ────────────────────────────────────────────────────────────────
@@ -303,9 +303,10 @@ class EngineCore:
             try:
                 # Off the critical path: the device runs the next step meanwhile.
                 output = await step.get_output()
-            except DeviceLost:
-                raise
             except DeviceError as error:
+                step.plan.record.error = str(error)
+                if isinstance(error, DeviceLost):
+                    raise
                 self.scheduler.fail(step.plan, error)
                 self.timeline.finish(step.plan.record)
             else:
@@ -320,10 +321,9 @@ class EngineCore:
         updated = self.scheduler.update_from_output(plan, output)
         self._changed.set()  # before the consumers: the device waits for none of them
         record.applied_s = monotonic()
-        if num_watched:
-            for request in updated:
-                if request.watch is not None:
-                    self._watch(request)
+        for request in updated if num_watched else ():
+            if request.watch is not None:
+                self._watch(request)
         record.detokenized_s = monotonic()
         wake(updated)
         record.delivered_s = monotonic()
@@ -356,7 +356,7 @@ class EngineCore:
     def notify(self) -> None:
         """Something changed (a request came or went, a step ended): look again."""
         self._changed.set()
-        if self.is_idle:
+        if not self._num_in_flight and self.is_idle:
             self.runner.drain(self.scheduler.take_removed())
             self.timeline.rest()
             self._watchdog.rest()
@@ -396,5 +396,5 @@ class EngineCore:
             breaks=flow.breaks(),
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated
-            + sum(len(request.output_ids) for request in self.requests.values()),
+            + sum(len(one.output_ids) for one in self.requests.values()),
         )

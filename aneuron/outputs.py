@@ -101,6 +101,7 @@ class StepRecord:
         detokenized_s: stop strings had been looked for.
         delivered_s: its consumers had been woken.
         breaks: stops of the flow on the way to the launch.
+        error: what the device reported, of a step that failed.
     """
 
     is_async: bool | None = None
@@ -115,6 +116,7 @@ class StepRecord:
     detokenized_s = math.nan
     delivered_s = math.nan
     breaks: tuple[Break, ...] = ()
+    error: str | None = None
 
     def __init__(
         self,

@@ -51,18 +51,23 @@ class FlowStats:
             self.async_steps += is_async
             self.sync_fallback_steps += not is_async
 
-    def note_break(self, record: StepRecord, reason: BreakReason, start_s: float) -> None:
-        """Count a break that ends now, and keep it with the step that it held up."""
-        one = Break(reason, start_s, monotonic())
+    def note_break(self, record: StepRecord, one: Break) -> None:
+        """Count a break, and keep it with the step that it held up."""
         record.breaks = (*record.breaks, one)
+        reason, seconds = one.reason, one.end_s - one.start_s
         self.break_counts[reason] = self.break_counts.get(reason, 0) + 1
-        seconds = one.end_s - start_s
         self.break_seconds[reason] = self.break_seconds.get(reason, 0.0) + seconds
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug(
                 "step %d: %s cost %.3f ms; requests %s",
                 record.step_id, reason, 1e3 * seconds, record.request_ids.tolist(),
             )  # fmt: skip
+
+    def prolong_break(self, record: StepRecord, end_s: float) -> None:
+        """Let the step's break end later: another rank had to wait longer."""
+        *before, last = record.breaks
+        record.breaks = (*before, last._replace(end_s=end_s))
+        self.break_seconds[last.reason] += end_s - last.end_s
 
     def breaks(self) -> dict[str, BreakStats]:
         """Return counts and times by the reasons' names."""
@@ -214,12 +219,14 @@ class ModelRunner:
         self.carry = carry
         self.is_output_rank = is_output_rank
         self._is_read = is_output_rank or carry.reads_all_ranks
+        self.last_break: Break | None = None  # of the step launched last
         self.stats = FlowStats()
         self.async_execution_buffer = AsyncExecutionBuffer()
         self._executed: tuple[SchedulerOutput, Launch, DeviceFuture] | None = None
 
     async def execute_model(self, plan: SchedulerOutput) -> None:
         """Launch a plan; the awaits below are the breaks of the flow."""
+        self.last_break = None
         pending = self.async_execution_buffer.pending
         if self.carry.composition_changed(plan, pending):
             # Before any state changes: afterwards the batch holds every token.
@@ -278,17 +285,19 @@ class ModelRunner:
         assert pending is not None
         start_s = monotonic()
         await pending.settle()
-        self._note_break(plan, reason, start_s)
+        self._note_break(plan, Break(reason, start_s, monotonic()))
 
     def _remap(
         self, plan: SchedulerOutput, tokens: DeviceFuture, order: np.ndarray
     ) -> DeviceFuture:
-        self._note_break(plan, BreakReason.REORDERED, monotonic())
+        now_s = monotonic()
+        self._note_break(plan, Break(BreakReason.REORDERED, now_s, now_s))
         return self.device.gather(tokens, order)
 
-    def _note_break(self, plan: SchedulerOutput, reason: BreakReason, start_s: float) -> None:
+    def _note_break(self, plan: SchedulerOutput, one: Break) -> None:
+        self.last_break = one
         if self.is_output_rank:  # all ranks break alike: it counts once
-            self.stats.note_break(plan.record, reason, start_s)
+            self.stats.note_break(plan.record, one)
 
     def _launch_forward(self, plan: SchedulerOutput, launch: Launch, *, is_async: bool) -> None:
         record = plan.record

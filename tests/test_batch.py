@@ -211,6 +211,7 @@ def test_a_chunk_that_is_not_the_last_leaves_its_slots_token_alone() -> None:
     assert launch.inputs.slots.tolist() == [batch.shape.num_slots, 2]
 
 
+@pytest.mark.timeout(120)
 @given(st.data())
 def test_condense_keeps_every_remaining_row_whole(data: st.DataObject) -> None:
     batch = batch_of()

@@ -187,6 +187,7 @@ PIECES = st.lists(st.text("ab.", max_size=5), max_size=12)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+@pytest.mark.timeout(120)
 @given(PIECES, STOPS, st.integers(0, 4))
 def test_stop_search_equals_a_slow_search(pieces: list[str], stops: list[str], quiet: int) -> None:
     search = StopSearch(tuple(stops))
@@ -203,6 +204,7 @@ def test_stop_search_equals_a_slow_search(pieces: list[str], stops: list[str], q
     assert (shown, search.match) == slow_search(pieces, stops, quiet)
 
 
+@pytest.mark.timeout(120)
 @given(st.text("ab.", max_size=20), STOPS, st.lists(st.integers(0, 20)))
 def test_stop_search_does_not_see_token_borders(
     text: str, stops: list[str], cuts: list[int]
@@ -301,6 +303,7 @@ def test_byte_tokenizer_shows_ids_beyond_bytes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte_level", "sequence", "added", "metaspace"])
+@pytest.mark.timeout(120)
 @given(data=st.data())
 def test_joined_deltas_equal_whole_decodes(kind: str, data: st.DataObject) -> None:
     """For any ids, valid text or not; only the last delta may hold a broken last character."""
@@ -334,6 +337,7 @@ def test_prompt_ends_inside_a_character_before_many_special_tokens() -> None:
     assert "".join(deltas) == "🔥!"
 
 
+@pytest.mark.timeout(120)
 @given(st.text("ab 🔥é€", max_size=30), st.integers(0, 60))
 def test_byte_fallback_joined_deltas_equal_whole_decodes(text: str, cut: int) -> None:
     """For valid text, cut anywhere, inside a character too."""

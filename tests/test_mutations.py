@@ -18,6 +18,7 @@ from aneuron.batch import InputBatch
 from aneuron.carry import Feed, HandoffCarry, Remap
 from aneuron.models.simulated import SimModel
 from aneuron.models.slots import SlotState
+from aneuron.outputs import Break
 from aneuron.parallel.ranks import RankStep
 from aneuron.runner import InFlightStep, ModelRunner
 from aneuron.scheduler import Scheduler
@@ -114,7 +115,7 @@ def break_without_waiting(patch: pytest.MonkeyPatch) -> None:
     """Go on from a break before its tokens have arrived."""
 
     async def broken(self: ModelRunner, plan: Any, pending: Any, reason: Any) -> None:
-        self._note_break(plan, reason, 0.0)
+        self._note_break(plan, Break(reason, 0.0, 0.0))
 
     patch.setattr(ModelRunner, "_break", broken)
 

@@ -368,3 +368,25 @@ async def test_two_ranks_on_the_processor_give_the_ids_of_one(tmp_path: Path) ->
             assert len(engine.device.ranks) == options.get("num_ranks", 2)  # type: ignore[attr-defined]
     assert all(one == answers[0] for one in answers[1:])
     assert len({tuple(ids[:4]) for ids in answers[0]}) > 1
+
+
+async def test_a_break_lasts_until_the_last_rank_has_its_tokens() -> None:
+    """The step loop waits for all ranks at once; the time counts as the break's."""
+    device = SimDevice(latency=0.004, skew_s=0.012)
+    options: dict[str, Any] = {"token_carry": "handoff", "timeline": True, "num_ranks": 2}
+    async with Engine(Count(), device=device, **options) as engine:
+        streams = [
+            engine.generate(prompt_token_ids=[100 * n], max_tokens=3 * n) for n in range(1, 5)
+        ]
+        await asyncio.gather(*streams)
+        records = [one for one in engine.timeline.steps if one.breaks]
+        assert records
+        waited_s = 0.0
+        for record in records:
+            # What is left before the inputs are ready is work, not a wait for another rank.
+            assert record.prepared_s - record.breaks[-1].end_s < 0.004
+            waited_s += sum(one.end_s - one.start_s for one in record.breaks)
+        told_s = sum(one.seconds for one in engine.stats().breaks.values())
+        assert told_s == pytest.approx(waited_s)
+        # Rank 1 ends 12 ms after rank 0, and the flow stands still for it.
+        assert waited_s > 0.008 * len(records)

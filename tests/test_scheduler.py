@@ -239,6 +239,7 @@ def test_abandon_ends_and_releases_everyone() -> None:
         assert request.is_released
 
 
+@pytest.mark.timeout(120)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=10),
     num_blocks=st.integers(12, 40),

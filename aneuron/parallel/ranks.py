@@ -8,6 +8,7 @@ process of its own would be another kind of runner here.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aneuron.batch import InputBatch
@@ -16,7 +17,6 @@ from aneuron.errors import DeviceError, DeviceLost
 from aneuron.runner import ModelRunner
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
     from aneuron.batch import BatchShape
@@ -88,9 +88,19 @@ class RankGroup:
         return self.runners[0].device
 
     async def execute_model(self, plan: SchedulerOutput) -> None:
-        """Launch a plan on every rank; where the flow breaks, all ranks wait alike."""
-        for runner in self.runners:
-            await runner.execute_model(plan)
+        """Launch a plan on every rank; where the flow breaks, all ranks wait at once."""
+        first, *others = [runner.execute_model(plan) for runner in self.runners]
+        async with asyncio.TaskGroup() as group:
+            for launching in others:
+                group.create_task(launching, name="aneuron-rank")
+            await first
+        self._prolong_break(plan)
+
+    def _prolong_break(self, plan: SchedulerOutput) -> None:
+        """Let a break last until its last rank had its tokens."""
+        ends_s = [one.last_break.end_s for one in self.runners if one.last_break is not None]
+        if ends_s:
+            self.stats.prolong_break(plan.record, max(ends_s))
 
     def sample_tokens(self) -> RankStep:
         """Return the step in flight."""
