@@ -23,15 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["BatchShape", "InputBatch", "Launch"]
 
 _STATE_COLUMNS = ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed")
-_ROW_COLUMNS = (
-    "slot_of",
-    "request_ids",
-    "prefill_end",
-    "num_computed",
-    "next_cell",
-    "next_len",
-    *_STATE_COLUMNS,
-)
+_FLOW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", "next_cell", "next_len")
+_ROW_COLUMNS = _FLOW_COLUMNS + _STATE_COLUMNS
 
 
 @dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
@@ -308,6 +301,11 @@ class InputBatch:
         rows = self.row_of[slots]
         return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in _STATE_COLUMNS})
 
+    def forget_inputs(self) -> None:
+        """Let go of device values that launches were fed with; nothing is in flight."""
+        for staging in self._ring:
+            staging.inputs = None
+
     # ── results ─────────────────────────────────────────────────────────────────────────
 
     def apply(self, slots: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> None:
@@ -340,7 +338,7 @@ class _Staging:
         self.table_version = -1  # of the tables that they hold
         self.decode_columns = np.zeros((3, rows), np.int32)  # positions, cells, context lengths
         self._size: tuple[int, int, int, bool] | None = None  # of the views made last
-        self._inputs: ModelInput
+        self.inputs: ModelInput | None = None
         self._iota = np.arange(rows + 1, dtype=np.int32)
         self._token_columns = {
             name: np.zeros(tokens, np.int32) for name in ("input_ids", "positions", "slot_mapping")
@@ -370,10 +368,10 @@ class _Staging:
         One of the same size as before is the same object: its last launch has resolved.
         """
         size = (rows, tokens, width, is_decode)
-        if size != self._size:
+        inputs = self.inputs
+        if inputs is None or size != self._size:
             self._size, self.layout = size, None
-            self._inputs = self._make_views(rows, tokens, width, is_decode=is_decode)
-        inputs = self._inputs
+            inputs = self.inputs = self._make_views(rows, tokens, width, is_decode=is_decode)
         inputs.input_ids = self._token_columns["input_ids"][:tokens]
         inputs.writes = None
         return inputs

@@ -44,8 +44,8 @@ class EngineConfig:
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
         block_size: tokens in one block of the KV cache.
-        num_kv_blocks: size of the KV pool; None derives it from `kv_cache_bytes`.
-        kv_cache_bytes: memory for the KV pool; None asks the device.
+        num_kv_blocks: size of the KV pool of each rank; None derives it from `kv_cache_bytes`.
+        kv_cache_bytes: memory for the KV pools of all ranks; None asks the device.
         num_seqs_buckets, num_tokens_buckets, num_blocks_buckets: sizes that executables are
             made for (rows, packed prompt tokens, blocks per row); None takes powers of two
             and one step between them, an empty sequence means exact sizes.

@@ -72,7 +72,7 @@ class EngineCore:
         self.requests: dict[str, Request] = {}  # by the caller's name, until they end
         self.failure: AneuronError | None = None
         self._num_prompt_tokens = self._num_generated = self._num_watched = 0
-        self._num_in_flight = 0
+        self._num_in_flight = self._num_preparing = 0
         self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
         self._watchdog = Watchdog(step_timeout_s)
         self._changed = Signal()  # for the step loop: look again
@@ -80,7 +80,6 @@ class EngineCore:
         self._started, self._stopping = asyncio.Event(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_preparing = 0
         self._deadline_s: float | None = None
         self._has_device = False
         self._device_closed: list[DeviceFuture] = []  # they resolve at its threads' ends
@@ -141,8 +140,7 @@ class EngineCore:
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""
-        if self._deadline_s is None:
-            self._deadline_s = self.scheduler.clock() + self.shutdown_s
+        self._deadline_s = self._deadline_s or self.scheduler.clock() + self.shutdown_s
         return self._deadline_s
 
     def _abandon(self, error: AneuronError) -> None:
@@ -152,8 +150,7 @@ class EngineCore:
             self._finish_new(request, FinishReason.ERROR, error=error.copy())
         self.scheduler.abandon(error)
         self._num_in_flight = 0
-        self.runner.drain(self.scheduler.take_removed())
-        self._idle.set()
+        self._rest()
 
     async def run(self) -> None:
         """Run both coroutines until `stop`, or until one of them fails.
@@ -357,10 +354,13 @@ class EngineCore:
         """Something changed (a request came or went, a step ended): look again."""
         self._changed.set()
         if not self._num_in_flight and self.is_idle:
-            self.runner.drain(self.scheduler.take_removed())
-            self.timeline.rest()
-            self._watchdog.rest()
-            self._idle.set()
+            self._rest()
+
+    def _rest(self) -> None:
+        self.runner.drain(self.scheduler.take_removed())
+        self.timeline.rest()
+        self._watchdog.rest()
+        self._idle.set()
 
     def records(self) -> dict[str, int]:
         """Return how many per-request records are kept, by kind; all 0 when idle."""

@@ -78,7 +78,8 @@ class Engine:
         ConfigError: a setting is wrong; `param` names it.
     """
 
-    loop: asyncio.AbstractEventLoop  # these three are set by open()
+    loop: asyncio.AbstractEventLoop  # these four are set by open()
+    _core: EngineCore
     tokenizer: Tokenizer
     spec: ModelSpec
 
@@ -341,21 +342,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts; `EngineClosed` if the engine was never open."""
-        if self._supervisor is None:
-            raise EngineClosed(_NOT_OPEN)
-        return self._core.stats()
+        return self._opened_core().stats()
 
     @property
     def device(self) -> Device:
         """The device of the open engine."""
-        return self._core.runner.device
+        return self._opened_core().runner.device
 
     @property
     def timeline(self) -> Timeline:
         """When the last steps reached each stage; see `Engine(timeline=True)`."""
-        return self._core.timeline
+        return self._opened_core().timeline
 
-    # ── checks ──────────────────────────────────────────────────────────────────────────
+    def _opened_core(self) -> EngineCore:
+        if not hasattr(self, "_core"):
+            raise EngineClosed(_NOT_OPEN)
+        return self._core
 
     def _check_length(self, num_tokens: int, *, param: str) -> None:
         capacity = self._core.scheduler.kv.capacity
@@ -371,12 +373,10 @@ class Engine:
     def _check_loop(self) -> None:
         if self._supervisor is None:
             raise EngineClosed(_NOT_OPEN)
-        running = None
         with suppress(RuntimeError):
-            running = asyncio.get_running_loop()
-        if running is not self.loop:
-            where = f"called on {running!r}" if running else "call it inside a coroutine there"
-            raise RuntimeError(f"the engine belongs to the event loop {self.loop!r}: {where}")
+            if asyncio.get_running_loop() is self.loop:
+                return
+        raise RuntimeError(f"the engine belongs to the event loop {self.loop!r}: call it there")
 
 
 class _Opening:

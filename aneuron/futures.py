@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceFuture", "Mailbox", "Signal", "Watchdog"]
 
 T = TypeVar("T")
+_TURNS = 3  # of the loop, from a posted result to the next step being waited for
 
 
 class DeviceFuture:
@@ -281,9 +282,16 @@ class Watchdog:
 
     def _look(self) -> None:
         self._timer = None
-        assert self._watched is not None
+        # Where the caller blocked the loop, results wait behind this timer: they come first.
+        self._judge(turns=_TURNS)
+
+    def _judge(self, turns: int) -> None:
+        if self._watched is None or self._timer is not None:
+            return
         left_s = self._since_s + self.timeout_s - monotonic()
         if left_s > 0:
             self._set(left_s)
+        elif turns:
+            asyncio.get_running_loop().call_soon(self._judge, turns - 1)
         else:
             self._watched.fail(self._late)

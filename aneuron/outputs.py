@@ -185,7 +185,7 @@ class SlotWrites:
     Travels with the launch that admits the slots' new owners, in queue order.
     """
 
-    slots: np.ndarray  # int32 [K]
+    slots: np.ndarray  # int64 [K]
     prompt_lens: np.ndarray  # int32 [K]
     temperature: np.ndarray  # float32 [K]
     top_k: np.ndarray  # int32 [K]

@@ -85,6 +85,7 @@ class InFlightStep:
 
     __slots__ = (
         "_batch",
+        "_is_let_go",
         "_launch",
         "_output",
         "_previous",
@@ -118,7 +119,10 @@ class InFlightStep:
         self.sampled_token_ids = future
         self._launch = launch
         self._batch = batch
-        self._previous = previous
+        # Where steps are not read, a break needs this one's tokens alone: rows that it lacks
+        # were forced by the break that let them out.
+        self._previous = previous if is_read else None
+        self._is_let_go = False  # the materializer is done with it, and saw no failure
         self._output: ModelRunnerOutput | None = None
 
     @property
@@ -150,13 +154,19 @@ class InFlightStep:
         return self._output
 
     async def settle(self) -> None:
-        """Wait as `get_output` does, and leave a failure to the materializer."""
+        """Wait as `get_output` does, and leave a failure to the materializer.
+
+        Raises:
+            DeviceError: it failed behind the materializer's back: tokens that it had left on
+                the device could not be read.
+        """
         if self._output is not None:
             return
         try:
             await self.get_output()
         except DeviceError:
-            return
+            if self._is_let_go:
+                raise
 
     async def discard(self) -> None:
         """Wait for the step's end and leave its tokens on the device.
@@ -164,8 +174,8 @@ class InFlightStep:
         Raises:
             DeviceError: the step, or one that fed it, failed.
         """
-        self._previous = None
         await self.sampled_token_ids.discard()
+        self._is_let_go = True
 
     def fail(self, error: DeviceError) -> None:
         """Resolve it with an error if it has no result yet."""
@@ -274,6 +284,7 @@ class ModelRunner:
         """Let go of everything; called when nothing is in flight and nothing waits."""
         self.async_execution_buffer.pending = None
         self.batch.remove(removed_slots)
+        self.batch.forget_inputs()
 
     async def _break(
         self, plan: SchedulerOutput, pending: InFlightStep | None, reason: BreakReason

@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot and are not finished."""
+        """Requests with tokens to compute; not those whose last token is in flight."""
         return len(self._order)
 
     @property
@@ -213,12 +213,17 @@ class Scheduler:
         self._has_shortage = True  # maybe: to be looked at
 
     def _retire_spent(self) -> None:
-        """Let slots go whose last token is planned; their row of this plan ends by length."""
+        """Let slots go whose last token is planned; their row of this plan ends by length.
+
+        Their requests give their seats to others now, slots and blocks with this step.
+        """
         spent = (self._left < self._active).nonzero()[0].tolist()
         self._ending += spent
         for slot in spent:
+            self._order.remove(slot)
             self._set_active(slot, is_active=False)
             self._room[slot] = 1
+            self._slots.leave(slot)
 
     def _packs(self, counts: list[int], count: int) -> bool:
         """Whether one more row of `count` tokens goes well with the others of a prefill."""
@@ -340,11 +345,11 @@ class Scheduler:
         updates: _BlockUpdates = _NO_UPDATES,
     ) -> SchedulerOutput:
         self._step_id += 1
-        ending, self._ending = tuple(self._ending), []
+        removed, ending = self.take_removed(), tuple(self._ending)
+        self._removed, self._ending = list(ending), []  # their rows are of this plan still
         return SchedulerOutput(
-            self._step_id, is_decode, ids, slots, counts, new, self.take_removed(), ending,
-            *updates,
-        )  # fmt: skip
+            self._step_id, is_decode, ids, slots, counts, new, removed, ending, *updates
+        )
 
     # ── update ──────────────────────────────────────────────────────────────────────────
 
@@ -379,6 +384,8 @@ class Scheduler:
         self._slots.applied(plan.step_id)
 
     def _leave(self, slot: int) -> None:
+        if slot in self._slots.leaving:  # its last token is in flight
+            return
         self._order.remove(slot)
         if slot in self._prefilling:
             self._prefilling.remove(slot)

@@ -31,6 +31,7 @@ DEBUG_MODE_FILES = {
     "test_futures.py",
     "test_opening.py",
     "test_runner.py",
+    "test_silence.py",
     "test_stream.py",
     "test_stream_text.py",
 }

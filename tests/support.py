@@ -215,6 +215,14 @@ class HandDevice:
         return DeviceFuture(asyncio.get_running_loop(), shape=(rows,), dtype=dtype)
 
 
+def swap_rows(batch: InputBatch, one: int, other: int) -> None:
+    """Let two requests change places in the batch, by way of a row that is free."""
+    free = batch.num_reqs
+    for source, target in ((one, free), (other, one), (free, other)):
+        batch._move(source, target)
+    batch._layout = None
+
+
 class Flow:
     """Scheduler, runner and COUNT at depth 2, over a device that is played by hand.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from aneuron import ConfigError, Engine
+from aneuron.batch import InputBatch
 from aneuron.carry import (
     Feed,
     FromSlots,
@@ -24,7 +26,15 @@ from aneuron.carry import (
 )
 from aneuron.outputs import BreakReason
 from aneuron.testing import Count, no_leaks, sim_engine
-from tests.support import CARRIES, after, both_async_carries, break_counts, device_of, patient
+from tests.support import (
+    CARRIES,
+    after,
+    both_async_carries,
+    break_counts,
+    device_of,
+    patient,
+    swap_rows,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -149,21 +159,26 @@ async def test_case_84_the_middle_of_three_ends_then_condense_reorders() -> None
 
 
 async def test_case_84_a_reorder_of_the_same_set_is_remapped_on_the_device() -> None:
+    update, turns = InputBatch.update, itertools.count(1)
+
+    def reordering(self: InputBatch, plan: Any) -> None:
+        update(self, plan)
+        if next(turns) == 6:
+            swap_rows(self, 0, 1)
+            swap_rows(self, 1, 2)
+
     async with handoff_engine(latency=patient(), **BUCKETS) as engine, no_leaks(engine):
-        # The first row ends by length: it leaves the plan (composition break: rows 1, 2, 3
-        # are launched), and one step later the batch, where `condense` moves row 3 to the
-        # front: the same set in another order, three rows in a bucket of four.
-        streams = [
-            engine.generate(prompt_token_ids=[1000 * n], max_tokens=length)
-            for n, length in ((1, 5), (2, 12), (3, 12), (4, 12))
-        ]
-        for number, stream in enumerate(streams, 1):
-            assert (await stream).token_ids == after(1000 * number, 5 if number == 1 else 12)
-        await engine.wait_idle()
+        # Three rows in a bucket of four; in step 6 the batch has each in the next one's
+        # place: the same set in another order, whose inverse is another one.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InputBatch, "update", reordering)
+            lasts = [1000, 2000, 3000]
+            expected = [after(last, 12) for last in lasts]
+            assert await prefilled_together(engine, lasts, 12) == expected
         stats = engine.stats()
-        assert break_counts(engine) == {"composition_changed": 1, "reordered": 1}
+        assert break_counts(engine) == {"shape_mismatch": 1, "reordered": 1}
         assert stats.steps == 12
-        assert stats.sync_fallback_steps == 3  # the prefill, the break, the remap
+        assert stats.sync_fallback_steps == 3  # the prefill, the shape, the remap
         assert stats.async_steps == 9
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from aneuron import SamplingParams
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+from aneuron.outputs import FinishReason, ModelRunnerOutput, SchedulerOutput
 from aneuron.request import Request, RequestState
 from aneuron.scheduler import Scheduler
 
@@ -54,17 +54,15 @@ def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[
 
 def test_a_preempted_request_waits_though_other_blocks_are_free() -> None:
     """Its token in flight has not arrived: it must not be admitted a second time."""
-    scheduler = scheduler_of(num_blocks=8, block_size=2, max_num_seqs=3)
-    old, ends = added(scheduler, 1, 2), added(scheduler, 2, 7, max_tokens=2)
-    young = added(scheduler, 3, 2)
+    scheduler = scheduler_of(num_blocks=4, block_size=2, max_num_seqs=3)
+    old, young = added(scheduler, 1, 2), added(scheduler, 2, 2)
     answer(scheduler, scheduled(scheduler), token=20)
     first, second = scheduled(scheduler), scheduled(scheduler)
-    assert [plan.request_ids.tolist() for plan in (first, second)] == [[1, 2, 3], [1, 3]]
+    assert [plan.request_ids.tolist() for plan in (first, second)] == [[1, 2], [1, 2]]
     assert scheduler.schedule() is None, "no block is free: the young one is preempted"
     assert young.state is RequestState.PREEMPTED
+    scheduler.kv._free += [5, 6, 7, 8]
     answer(scheduler, first, token=21)
-    assert ends.is_released, "no step in flight holds it: its blocks are free at once"
-    assert scheduler.kv.num_free == 4
     assert young.slot >= 0
     plan = scheduled(scheduler)
     assert (plan.request_ids.tolist(), plan.new_requests) == ([1], ())
@@ -72,8 +70,41 @@ def test_a_preempted_request_waits_though_other_blocks_are_free() -> None:
     answer(scheduler, second, token=22)
     assert young.output_ids.tolist() == [20, 21, 22]
     (entry,) = scheduled(scheduler).new_requests or scheduled(scheduler).new_requests
-    assert entry.request_id == 3
-    assert entry.token_ids.tolist() == [1, 1, 20, 21, 22]
+    assert entry.request_id == 2
+
+
+def test_blocks_of_a_request_whose_last_token_is_in_flight_are_waited_for() -> None:
+    """They come with that step: nobody is preempted for them."""
+    scheduler = scheduler_of(num_blocks=8, block_size=2, max_num_seqs=3)
+    old, ends = added(scheduler, 1, 2), added(scheduler, 2, 7, max_tokens=2)
+    young = added(scheduler, 3, 2)
+    answer(scheduler, scheduled(scheduler), token=20)
+    first, second = scheduled(scheduler), scheduled(scheduler)
+    assert [plan.request_ids.tolist() for plan in (first, second)] == [[1, 2, 3], [1, 3]]
+    assert scheduler.schedule() is None, "no block is free"
+    answer(scheduler, first, token=21)
+    assert ends.is_released
+    assert scheduled(scheduler).request_ids.tolist() == [1, 3]
+    assert scheduler.num_preemptions == 0
+    assert not (old.is_finished)
+    assert not (young.is_finished)
+
+
+def test_a_request_whose_last_token_is_in_flight_gives_up_its_seat() -> None:
+    """The next in line is admitted at once; the slot comes free with the step in flight."""
+    scheduler = scheduler_of(num_blocks=8, max_num_seqs=1)
+    ends, waits = added(scheduler, 1, 3, max_tokens=2), added(scheduler, 2, 3, max_tokens=2)
+    answer(scheduler, scheduled(scheduler))
+    last = scheduled(scheduler)
+    assert last.ending_slots == (ends.slot,)
+    plan = scheduled(scheduler)
+    assert plan.request_ids.tolist() == [2]
+    assert plan.removed_slots == last.ending_slots
+    assert waits.slot != ends.slot, "the device may still write there"
+    assert not ends.is_finished
+    answer(scheduler, last)
+    assert ends.finish_reason is FinishReason.LENGTH
+    assert ends.is_released
 
 
 def one_ahead_until_preempted(scheduler: Scheduler, first: SchedulerOutput) -> SchedulerOutput:

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aneuron.errors import DeviceError
 from aneuron.outputs import Break, BreakReason, StepRecord
-from aneuron.testing import count_engine
+from aneuron.testing import Fault, count_engine
 from aneuron.timeline import RING_STEPS, Gap, Timeline
 from aneuron.timeline.spans import known_times
 from tests.support import await_it, both_schedulings, start
@@ -125,6 +126,15 @@ def test_what_ends_a_rest_is_forgotten_with_the_ring() -> None:
     assert len(timeline._first_after_rest) == 8
 
 
+def test_off_says_how_to_switch_it_on() -> None:
+    off = flow(4, keep=0)
+    hint = "no steps are kept: open the engine with timeline=True"
+    assert hint in off.to_svg()
+    assert hint in off.summary()
+    for on in (flow(4), Timeline()):
+        assert "timeline=True" not in on.to_svg() + on.summary()
+
+
 def test_off_keeps_nothing_but_the_totals() -> None:
     off, kept = flow(40, gap_s=0.0004, keep=0), flow(40, gap_s=0.0004)
     assert off.steps == []
@@ -212,6 +222,34 @@ async def test_an_engine_notes_every_stage_in_order(async_scheduling: bool) -> N
         assert breaks == engine.stats().breaks
         assert sum(len(one.breaks) for one in steps) == sum(b.count for b in breaks.values())
         assert engine.timeline.metrics().idle_share == pytest.approx(engine.timeline.idle_share())
+
+
+async def test_the_trace_of_an_engine_that_drains_is_nested() -> None:
+    pool: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 2}  # for one request
+    async with count_engine(latency=0.002, timeline=True, **pool) as engine:
+        prompts = [[1, 2, 3, 4, 10 * n] for n in range(1, 6)]
+        streams = [engine.generate(prompt_token_ids=one, max_tokens=2) for one in prompts]
+        await asyncio.gather(*map(await_it, streams))
+        await engine.wait_idle()
+        timeline = engine.timeline
+        assert timeline.metrics().breaks["drain"].count == 4
+        complete = events(timeline, "X")
+        assert len([e for e in complete if e["name"] == "break: drain"]) == 4
+        for tid in tracks(timeline):
+            assert_nested([event for event in complete if event["tid"] == tid])
+
+
+async def test_a_step_that_failed_shows_its_error() -> None:
+    faults = [Fault(3, 1003)]  # not a number, found once it has run
+    async with count_engine(latency=0.002, timeline=True, faults=faults) as engine:
+        with pytest.raises(DeviceError):
+            await start(engine, max_tokens=20)
+        await engine.wait_idle()
+        failed = [one for one in engine.timeline.steps if one.error is not None]
+        assert failed[0].step_id == 3
+        svg = engine.timeline.to_svg()
+        title = marked(svg, "failed")[0].findtext(f"{SVG}title")
+        assert title == f"step 3 failed: {failed[0].error}"
 
 
 async def test_an_engine_at_rest_does_not_idle() -> None:
@@ -348,6 +386,37 @@ def test_events_say_which_step_they_belong_to() -> None:
         "request_ids": [1, 2],
     }
     assert program["dur"] == pytest.approx(PROGRAM_S * 1e6, abs=0.01)
+
+
+def failed(error: str) -> Timeline:
+    """Three steps that ran, the last one in vain, and one that was refused."""
+    timeline = flow(3)
+    timeline.steps[2].error = error
+    refused = record(3)
+    refused.begun_s, refused.scheduled_s = 1000.0, 1000.1
+    refused.error = error
+    timeline.add(refused)
+    return timeline
+
+
+def test_events_of_a_step_that_failed_have_its_error() -> None:
+    timeline = failed("bad index")
+    complete = [*events(timeline, "X"), *events(timeline, "i")]
+    errors = {event["args"]["step"]: event["args"].get("error") for event in complete}
+    assert errors == {0: None, 1: None, 2: "bad index", 3: "bad index"}
+
+
+def test_a_break_that_outlasts_its_stage_is_cut() -> None:
+    timeline = flow(2)
+    one = timeline.steps[1]  # as with ranks: another one's wait went on
+    start_s = one.scheduled_s + TURN_S / 4
+    one.breaks = (Break(BreakReason.COMPOSITION_CHANGED, start_s, one.launched_s + TURN_S),)
+    complete = events(timeline, "X")
+    for tid in tracks(timeline):
+        assert_nested([event for event in complete if event["tid"] == tid])
+    (cut,) = (event for event in complete if event["cat"] == "break")
+    assert cut["dur"] == pytest.approx(0.75 * TURN_S * 1e6, abs=0.01)
+    assert cut["args"]["lasted_us"] == pytest.approx(2.75 * TURN_S * 1e6, abs=0.01)
 
 
 def test_breaks_and_gaps_have_a_name_and_a_reason() -> None:
@@ -496,6 +565,39 @@ def test_kinds_and_fallbacks_can_be_told_apart() -> None:
     assert "sync fallback" in (fallback.findtext(f"{SVG}title") or "")
 
 
+def test_a_failed_program_has_a_red_x() -> None:
+    svg = failed("queue <full>\x1b\nerror 5").to_svg()
+    (mark,) = marked(svg, "failed")
+    box = marked(svg, "program")[2]
+    assert mark.get("fill") == "#d62728"
+    middle = float(box.attrib["x"]) + float(box.attrib["width"]) / 2
+    assert float(mark.attrib["x"]) == pytest.approx(middle, abs=0.02)
+    assert mark.findtext(f"{SVG}title") == "step 2 failed: queue <full>  error 5"
+    assert (box.findtext(f"{SVG}title") or "").endswith("failed: queue <full>  error 5")
+    (missing,) = marked(svg, "missing")
+    assert missing.findtext(f"{SVG}title") == "step 3 has not run: queue <full>  error 5"
+
+
+def test_the_legend_has_fallbacks_of_both_kinds() -> None:
+    svg = ET.fromstring(eventful().to_svg())
+    swatches = [one for one in svg.iter(f"{SVG}rect") if one.get("class") is None]
+    dashed = [one for one in swatches if one.get("stroke-dasharray")]
+    looks = [(one.get("fill"), one.get("stroke")) for one in dashed]
+    assert looks == [("#c5d8ec", "#3f78b5"), ("#ddcfe9", "#8a63ad")]
+
+
+def test_there_is_room_above_the_lanes_only_for_labels() -> None:
+    def height(timeline: Timeline) -> float:
+        return float(ET.fromstring(timeline.to_svg()).attrib["height"])
+
+    broken = flow(4)
+    start_s = broken.steps[2].scheduled_s
+    broken.steps[2].breaks = (Break(BreakReason.DRAIN, start_s, start_s),)
+    assert height(broken) == height(flow(4)) + 13
+    broken.steps[2].breaks *= 9  # on top of each other, and no more rows than there are
+    assert height(broken) == height(flow(4)) + 3 * 13
+
+
 def test_breaks_and_rests_are_drawn() -> None:
     svg = eventful().to_svg()
     assert [one.text for one in marked(svg, "break-label")] == ["composition_changed", "reordered"]
@@ -565,7 +667,8 @@ def test_the_same_records_give_the_same_exports(timeline: Timeline) -> None:
 def test_a_notebook_shows_picture_and_summary() -> None:
     timeline = eventful()
     html = timeline._repr_html_()
-    assert html.startswith("<div><svg")
+    assert html.startswith('<div><svg style="max-width:100%;height:auto" ')
+    assert "style" not in timeline.to_svg()  # CairoSVG takes a height of auto for none
     text = ET.fromstring(html).findtext("pre")
     assert text == timeline.summary()
     lines = {line[:20].strip(): line[21:] for line in text.splitlines()}

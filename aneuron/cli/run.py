@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aneuron.params import SamplingParams
     from aneuron.stream import TokenStream
 
-__all__ = ["run", "show"]
+__all__ = ["Flag", "read_prompt", "run", "show", "submit"]
 
 _PATIENCE_S = 5.0  # for a stdin that may have more of a prompt, or be open by accident
 _ENGINE = EngineSettings()
@@ -59,11 +59,11 @@ async def run(
         engine: How the model runs.
     """
     params = sampling.params()
-    text = await _read_prompt(prompt)
+    text = await read_prompt(prompt)
     started_s = time.monotonic()
     async with opened(model, engine, quiet=quiet or as_json) as opened_engine:
         load_s = time.monotonic() - started_s
-        stream = _submit(opened_engine, text, params, system=system, raw=raw)
+        stream = submit(opened_engine, text, params, system=system, raw=raw)
         completion = await (stream if as_json else show(stream))
         await opened_engine.wait_idle()
         facts = _facts(model, opened_engine, completion, load_s)
@@ -73,7 +73,12 @@ async def run(
         _print_stats(completion, facts)
 
 
-async def _read_prompt(argument: str | None) -> str:
+async def read_prompt(argument: str | None) -> str:
+    """Return the prompt: the argument, what is piped in, or both with a blank line between.
+
+    Raises:
+        InvalidRequest: there is neither.
+    """
     stdin = Stdin()
     piped = ""
     if not stdin.is_terminal:
@@ -89,9 +94,14 @@ async def _read_prompt(argument: str | None) -> str:
     return "\n\n".join(parts)
 
 
-def _submit(
+def submit(
     engine: Engine, prompt: str, params: SamplingParams, *, system: str | None, raw: bool
 ) -> TokenStream:
+    """Submit a prompt: as a user's message where the model has a template, unless `raw`.
+
+    Raises:
+        InvalidRequest: a system message where no template takes it, or a wrong value.
+    """
     # The simulated models' tokenizer has no template, so they are given plain text.
     if raw or getattr(engine.tokenizer, "chat_template", None) is None:
         if system is not None:

@@ -7,13 +7,14 @@ picture or both, as files; a summary on stderr. The answer's text is not shown.
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path  # noqa: TC003  cyclopts reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aneuron.cli.options import EngineSettings, Sampling, opened
-from aneuron.cli.run import Flag, _read_prompt, _submit
+from aneuron.cli.run import Flag, read_prompt, submit
 from aneuron.cli.terminal import note
 from aneuron.errors import ConfigError
 
@@ -58,21 +59,26 @@ async def trace(
     """
     await asyncio.to_thread(_check, out, svg, last=last, num_seqs=num_seqs)
     params = sampling.params()
-    text = await _read_prompt(prompt)
+    text = await read_prompt(prompt)
     timeline: Timeline | None = None
     try:
         async with opened(model, _Traced(**asdict(engine)), quiet=quiet) as opened_engine:
             timeline = opened_engine.timeline
-            submit = partial(_submit, opened_engine, text, params, system=system, raw=raw)
-            for stream in [submit() for _ in range(num_seqs)]:
+            send = partial(submit, opened_engine, text, params, system=system, raw=raw)
+            for stream in [send() for _ in range(num_seqs)]:
                 await stream
             await opened_engine.wait_idle()
-    finally:
+    except BaseException:
         # Steps that failed, and an answer that Ctrl-C cut short, are worth a look, too.
         if timeline is not None and timeline.steps:
-            await asyncio.to_thread(_write, timeline, out, svg, last)
+            for problem in await asyncio.to_thread(_write, timeline, out, svg, last):
+                note(problem)  # what went wrong first is what the status tells
+        raise
+    problems = await asyncio.to_thread(_write, timeline, out, svg, last)
     if not quiet:
         note(timeline.summary())
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +96,33 @@ def _check(out: Path | None, svg: Path | None, *, last: int, num_seqs: int) -> N
         if number < 1:
             raise ConfigError(f"{flag} must be at least 1, not {number}")
     for path in (out, svg):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"cannot write {path}: it is a folder, or in one that is not there")
+        if path is not None:
+            _probe(path)
+    if out is not None and svg is not None and os.path.realpath(out) == os.path.realpath(svg):
+        raise ConfigError(f"--out and --svg must be two files, not both {out}", param="out")
 
 
-def _write(timeline: Timeline, out: Path | None, svg: Path | None, last: int) -> None:
+def _probe(path: Path) -> None:
+    """Find out whether a file can be written, and leave it as it is."""
+    try:
+        file = Path(os.path.realpath(path))  # where a link points to
+        is_new = not file.exists()
+        if is_new or not (file.is_fifo() or file.is_char_device()):  # a pipe may block
+            file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write(timeline: Timeline, out: Path | None, svg: Path | None, last: int) -> list[str]:
+    """Write each file that was asked for; return what went wrong, if anything did."""
+    problems = []
     files = ((out, timeline.save_chrome_trace), (svg, partial(timeline.save_svg, last=last)))
     for path, save in files:
         if path is not None:
             try:
                 save(path)
             except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+                problems.append(f"cannot write {path}: {error.strerror}")
+    return problems

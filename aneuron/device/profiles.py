@@ -120,6 +120,9 @@ _TRN1_LATENCY = "about-neuron/benchmarks/trn1/latency_data_decoder.csv"
 _TRN1_THROUGHPUT = "about-neuron/benchmarks/trn1/throughput_data_decoder.csv"
 _TRN2_8B = "vllm-neuron/docs: tutorial-eagle3-speculative-decoding-llama-3-1.md"
 _TRN2_70B = "libraries/nxd-inference/tutorials/llama70b_perf_comparison.csv"
+_TRN2_70B_WHICH = (
+    "in the SDK documentation's version of it, with 814 and 19.6 ms; another has 575.6 and 19.8"
+)
 _ASYNC_DOC = "vllm-neuron/docs/design/framework/async_execution.md"
 _ASYNC_DEMO = (
     "examples/vllm_neuron/basics/async/async_vs_sequential_autoregressive.py "
@@ -166,7 +169,9 @@ PROFILES = {
         ),
         Profile(
             name="trn1-llama3-8b",
-            decode=Figure(5.86, f"{_TRN1_LATENCY}: TPOT p50, TP 32, 1 row, window 4096"),
+            decode=Figure(
+                5.86, f"{_TRN1_LATENCY}: TPOT p50, TP 32, 1 row, window 4096, int8 weights"
+            ),
             decode_row=_inferred(
                 (7.65 - 5.86) / 7,
                 f"(7.65 - 5.86) / 7: 8 rows ({_TRN1_THROUGHPUT}) and 1 row, window 4096",
@@ -199,7 +204,9 @@ PROFILES = {
         Profile(
             name="inf2-llama3-70b",
             decode=Figure(
-                35.0, f"{_INF2_LATENCY}: TPOT p50, TP 24, 1 row: 32 to 35, more in longer windows"
+                35.0,
+                f"{_INF2_LATENCY}: TPOT p50, TP 24, 1 row: the upper end of 32 to 35, more in "
+                "longer windows",
             ),
             decode_row=_inferred(
                 35.0 * _TRN1_70B_GROWTH,
@@ -225,14 +232,18 @@ PROFILES = {
             prefill=_inferred(_TRN1_70B_BASE, "53.2 - 128 · prefill_token"),
             prefill_token=_inferred(
                 _TRN1_70B_TOKEN,
-                f"(547 - 53.2) / (2048 - 128): TTFT of 2048 and 128 tokens, {_TRN1_LATENCY}",
+                "(547 - 53.2) / (2048 - 128): TTFT of 2048 and 128 tokens (windows 4096 and "
+                f"1152), {_TRN1_LATENCY}",
             ),
             gap=_GAP,
             skew=_SKEW,
         ),
         Profile(
             name="trn2-llama3-70b",
-            decode=Figure(19.6, f"{_TRN2_70B}: TPOT p50, TP 64, 1 row, its host time included"),
+            decode=Figure(
+                19.6,
+                f"{_TRN2_70B}: TPOT p50, TP 64, 1 row, its host time included, {_TRN2_70B_WHICH}",
+            ),
             decode_row=_inferred(
                 19.6 * _TRN1_70B_GROWTH,
                 "19.6 · growth; growth = decode_row / decode of trn1-llama3-70b",
@@ -240,8 +251,8 @@ PROFILES = {
             prefill=_inferred(_TRN2_70B_FLOOR, "20: as the profiles of trn1 and inf2 have it"),
             prefill_token=_inferred(
                 (814 - _TRN2_70B_FLOOR) / 10_000,
-                f"(814 - 20) / 10000: TTFT p50 ({_TRN2_70B}) of the 10000 tokens that its "
-                "tutorial sends",
+                f"(814 - 20) / 10000: TTFT p50 ({_TRN2_70B}, {_TRN2_70B_WHICH}) of the "
+                "10000 tokens that its tutorial sends",
             ),
             gap=_GAP,
             skew=_SKEW,

@@ -45,7 +45,8 @@ class RankStep:
         """Wait for every rank, failed or not; return the output rank's tokens.
 
         Raises:
-            DeviceError: the step failed on any rank; a lost device comes first.
+            DeviceLost: a rank is lost: at once, since others may wait for it for ever.
+            DeviceError: the step failed on any rank.
         """
         faults: list[DeviceError] = []
         output: ModelRunnerOutput | None = None
@@ -57,10 +58,12 @@ class RankStep:
                     output = await step.get_output()
                 else:
                     await step.get_output()
+            except DeviceLost:
+                raise
             except DeviceError as fault:
                 faults.append(fault)
         if faults:
-            raise next((one for one in faults if isinstance(one, DeviceLost)), faults[0])
+            raise faults[0]
         assert output is not None
         return output
 

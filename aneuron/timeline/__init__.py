@@ -26,6 +26,8 @@ __all__ = ["RING_STEPS", "Gap", "Timeline", "TimelineMetrics"]
 
 RING_STEPS = 4096
 _PICTURE_STEPS = 24
+_OFF = "no steps are kept: open the engine with timeline=True"
+_SCALED = 'style="max-width:100%;height:auto"'  # not in the file: some renderers read auto as 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,8 @@ class Timeline:
             "decode_async_share": "-" if share is None else f"{share:.3f}",
             "breaks": ", ".join(breaks) or "none",
         }
+        if not self.keep:
+            lines["timeline"] = _OFF
         return "\n".join(f"{name:<20} {value}" for name, value in lines.items())
 
     # ── exported ────────────────────────────────────────────────────────────────────────
@@ -223,7 +227,8 @@ class Timeline:
         from aneuron.timeline.svg import picture
 
         records = self.steps[-last:] if last > 0 else []
-        return picture(records, self.idle_gaps(records), self.idle_share(records))
+        empty = "no steps were recorded" if self.keep else _OFF
+        return picture(records, self.idle_gaps(records), self.idle_share(records), empty=empty)
 
     def save_svg(self, path: str | os.PathLike[str], last: int = _PICTURE_STEPS) -> None:
         """Write `to_svg(last)` to a file.
@@ -235,10 +240,11 @@ class Timeline:
             file.write(self.to_svg(last))
 
     def _repr_html_(self) -> str:
-        """Return the picture and the summary, for a notebook."""
+        """Return the picture, as wide as there is room, and the summary, for a notebook."""
         from html import escape
 
-        return f"<div>{self.to_svg()}<pre>{escape(self.summary())}</pre></div>"
+        svg = self.to_svg().replace("<svg ", f"<svg {_SCALED} ", 1)
+        return f"<div>{svg}<pre>{escape(self.summary())}</pre></div>"
 
 
 def _cause(record: StepRecord, idle_from_s: float) -> BreakReason | None:

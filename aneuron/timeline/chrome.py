@@ -28,7 +28,7 @@ from aneuron.timeline.spans import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aneuron.outputs import StepRecord
+    from aneuron.outputs import Break, StepRecord
 
 __all__ = ["chrome_trace", "dump"]
 
@@ -76,10 +76,8 @@ class _Tracks:
         args = facts(record)
         for span in spans(record):
             self._stage(span.track, span.name, (span.start_s, span.end_s), args)
-        for reason, start_s, end_s in whole_breaks(record):
-            self._add(
-                STEP_LOOP, "break", f"break: {reason}", self.ns(start_s), self.ns(end_s), args
-            )
+        for one in whole_breaks(record):
+            self._break(record, one, args)
         start_s, end_s = record.device_start_s, record.device_end_s
         if isfinite(start_s - record.launched_s):
             # The program may start before the loop has noted that it launched it.
@@ -89,6 +87,16 @@ class _Tracks:
             self._stage("device", kind(record), (start_s, end_s), args | ids)
         elif times := known_times([record]):
             self._instant(f"step {record.step_id} has not run", max(times), args)
+
+    def _break(self, record: StepRecord, one: Break, args: dict[str, Any]) -> None:
+        """Draw a break; one that outlasts the stage it began in, on another rank, is cut there."""
+        end_s = one.end_s
+        for span in spans(record):
+            if span.track == STEP_LOOP and span.start_s <= one.start_s < span.end_s < end_s:
+                end_s = span.end_s
+                args = args | {"lasted_us": (one.end_s - one.start_s) * 1e6}
+        name = f"break: {one.reason}"
+        self._add(STEP_LOOP, "break", name, self.ns(one.start_s), self.ns(end_s), args)
 
     def draw_gap(self, gap: Gap) -> None:
         args = {"step": int(gap.step_id), "reason": gap.reason}

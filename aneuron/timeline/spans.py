@@ -110,11 +110,12 @@ def known_times(records: Iterable[StepRecord]) -> list[float]:
 
 
 def facts(record: StepRecord) -> dict[str, int | str | bool | None]:
-    """Return what a reader wants to know of a step besides its times."""
-    return {
+    """Return what a reader wants to know of a step besides its times; `error` if it failed."""
+    known: dict[str, int | str | bool | None] = {
         "step": int(record.step_id),
         "kind": kind(record),
         "rows": len(record.request_ids),
         "tokens": int(record.num_scheduled.sum()),
         "async": record.is_async,
     }
+    return known if record.error is None else {**known, "error": record.error}

@@ -33,11 +33,12 @@ __all__ = ["picture"]
 
 _WIDTH, _LEFT, _RIGHT = 1200, 104, 16
 _INNER = _WIDTH - _LEFT - _RIGHT
-_LABEL_ROWS, _ROW = 3, 13  # of break labels above the lanes
-_TOP = 34 + _LABEL_ROWS * _ROW
-_LANES = {STEP_LOOP: (_TOP, 24), MATERIALIZER: (_TOP + 32, 24), "device": (_TOP + 64, 40)}
-_AXIS = _TOP + 64 + 40 + 8
-_HEIGHT = _AXIS + 58
+_HEAD = 34
+_LABEL_ROWS, _ROW = 3, 13  # of break labels above the lanes, at most
+# From the first lane's top on, which is lower the more rows of labels there are:
+_LANES = {STEP_LOOP: (0, 24), MATERIALIZER: (32, 24), "device": (64, 40)}
+_AXIS = 64 + 40 + 8
+_FOOT = 58
 _CHAR = 6.2  # width of one at 11 px
 _HAIR = 0.75  # the least width: what is there can be seen
 _REST_SHARE = 0.05  # of the width that a rest may take
@@ -57,31 +58,45 @@ _STAGE = {
 }
 
 
-def picture(records: Sequence[StepRecord], gaps: Sequence[Gap], idle_share: float) -> str:
-    """Return the SVG of these steps, oldest first.
+def picture(
+    records: Sequence[StepRecord], gaps: Sequence[Gap], idle_share: float, *, empty: str
+) -> str:
+    """Return the SVG of these steps, oldest first; `empty` is what it says if there are none.
 
     A rest is cut out of the time axis but for a twentieth of the width. Each idle gap is a
     rect of class `idle`, and each rest one of class `rest`, with its length in `data-seconds`.
     """
-    svg = _canvas()
     times = known_times(records)
     if not times:
-        _text(svg, _LEFT, 20, "no steps were recorded")
+        svg = _canvas(_HEAD)
+        _text(svg, _LEFT, 20, empty)
         return _markup(svg)
     axis = _Axis(min(times), max(times), _cuts(times, gaps))
+    labels = list(_labels(axis, records))
+    top = _HEAD + _ROW * max((row for row, *_ in labels), default=0)
+    svg = _canvas(top + _AXIS + _FOOT)
     _text(svg, _LEFT, 20, _headline(records, idle_share))
-    for name, (top, height) in _LANES.items():
-        _text(svg, _LEFT - 8, top + height / 2 + 4, name, anchor="end")
-        _rect(svg, (_LEFT, _WIDTH - _RIGHT), (top, height), _LANE)
-    for gap in gaps:
-        _draw_gap(svg, axis, gap)
-    for record in records:
-        _draw_host(svg, axis, record)
-        _draw_program(svg, axis, record)
-    _draw_breaks(svg, axis, records)
-    _draw_ticks(svg, axis)
-    _draw_legend(svg)
+    _draw_lanes(SubElement(svg, "g", {"transform": f"translate(0 {top})"}), axis, records, gaps)
+    for row, x, reason in labels:
+        label = _text(svg, x, top - (row - 1) * _ROW - 4, reason, colour="#9a5a00")
+        label.set("class", "break-label")
     return _markup(svg)
+
+
+def _draw_lanes(
+    body: Element, axis: _Axis, records: Sequence[StepRecord], gaps: Sequence[Gap]
+) -> None:
+    for name, (top, height) in _LANES.items():
+        _text(body, _LEFT - 8, top + height / 2 + 4, name, anchor="end")
+        _rect(body, (_LEFT, _WIDTH - _RIGHT), (top, height), _LANE)
+    for gap in gaps:
+        _draw_gap(body, axis, gap)
+    for record in records:
+        _draw_host(body, axis, record)
+        _draw_program(body, axis, record)
+    _draw_breaks(body, axis, records)
+    _draw_ticks(body, axis)
+    _draw_legend(body)
 
 
 def _headline(records: Sequence[StepRecord], idle_share: float) -> str:
@@ -183,6 +198,17 @@ def _draw_program(svg: Element, axis: _Axis, record: StepRecord) -> None:
         ink = _INK if is_fallback else _PAPER
         middle = _LANES["device"][0] + _LANES["device"][1] / 2 + 4
         _text(svg, sum(x) / 2, middle, label, anchor="middle", colour=ink)
+    if record.error is not None:
+        _draw_failed(svg, sum(x) / 2, record.step_id, record.error)
+
+
+def _draw_failed(svg: Element, x: float, step_id: int, error: str) -> None:
+    """Put a red x on a program whose step failed, on paper so that it can be seen."""
+    top, _ = _LANES["device"]
+    _rect(svg, (x - 5, x + 5), (top + 2, 11), _PAPER)
+    mark = _text(svg, x, top + 11, "x", anchor="middle", colour=_RED)
+    mark.set("class", "failed")
+    SubElement(mark, "title").text = f"step {step_id} failed: {_printable(error)}"
 
 
 def _title(record: StepRecord) -> str:
@@ -191,10 +217,11 @@ def _title(record: StepRecord) -> str:
     took_ms = (record.device_end_s - record.device_start_s) * 1e3
     ids = record.request_ids[:8].tolist()
     more = ", …" if len(record.request_ids) > 8 else ""
+    failed = "" if record.error is None else f"\nfailed: {_printable(record.error)}"
     return (
         f"step {known['step']}, {known['kind']}, {fed}: {took_ms:.3f} ms, "
         f"{known['rows']} rows, {known['tokens']} tokens\n"
-        f"requests {', '.join(map(str, ids))}{more}"
+        f"requests {', '.join(map(str, ids))}{more}{failed}"
     )
 
 
@@ -202,30 +229,33 @@ def _draw_missing(svg: Element, x: float, record: StepRecord) -> None:
     top, height = _LANES["device"]
     mark = _text(svg, x, top + height / 2 + 4, "x", anchor="middle", colour=_RED)
     mark.set("class", "missing")
-    SubElement(mark, "title").text = f"step {record.step_id} has not run"
+    why = "" if record.error is None else f": {_printable(record.error)}"
+    SubElement(mark, "title").text = f"step {record.step_id} has not run{why}"
 
 
 def _draw_breaks(svg: Element, axis: _Axis, records: Sequence[StepRecord]) -> None:
-    taken = [-inf] * _LABEL_ROWS  # how far each row of labels is filled
     for record in records:
         for one in whole_breaks(record):
             x = axis.x(one.start_s), axis.x(one.end_s)
             cost = f"{(one.end_s - one.start_s) * 1e3:.3f} ms"
             title = f"break before step {record.step_id}: {one.reason}, {cost}"
             _rect(svg, x, _LANES[STEP_LOOP], _STAGE["break"], title).set("class", "break")
-            _label_break(svg, x[0], one.reason, taken)
 
 
-def _label_break(svg: Element, x: float, reason: str, taken: list[float]) -> None:
-    """Write the reason above its break, where there is room: the tooltip has it anyway."""
-    width = len(reason) * _CHAR
-    x = min(x, _WIDTH - _RIGHT - width)
-    row = next((row for row in reversed(range(len(taken))) if taken[row] <= x), None)
-    if row is None:
-        return
-    taken[row] = x + width + _CHAR
-    bottom = _TOP - (_LABEL_ROWS - 1 - row) * _ROW - 4
-    _text(svg, x, bottom, reason, colour="#9a5a00").set("class", "break-label")
+def _labels(axis: _Axis, records: Sequence[StepRecord]) -> Iterator[tuple[int, float, str]]:
+    """Yield row (1 is the lowest), x and reason of each break that has room for its label.
+
+    The tooltip has the reason anyway.
+    """
+    taken = [-inf] * _LABEL_ROWS  # how far each row is filled
+    for one in (one for record in records for one in whole_breaks(record)):
+        width = len(one.reason) * _CHAR
+        x = min(axis.x(one.start_s), _WIDTH - _RIGHT - width)
+        for row, end in enumerate(taken):
+            if end <= x:
+                taken[row] = x + width + _CHAR
+                yield row + 1, x, one.reason
+                break
 
 
 def _draw_ticks(svg: Element, axis: _Axis) -> None:
@@ -237,36 +267,33 @@ def _draw_ticks(svg: Element, axis: _Axis) -> None:
 
 
 def _draw_legend(svg: Element) -> None:
-    entries = {
-        **_STAGE,
-        "decode": _PROGRAM["decode"],
-        "prefill": _PROGRAM["prefill"],
-        "sync fallback": _FALLBACK["decode"],
-        "idle": _RED,
-        "rest": "url(#aneuron-rest)",
-    }
+    plain = {**_STAGE, **_PROGRAM, "idle": _RED, "rest": "url(#aneuron-rest)"}
     x, y = float(_LEFT), _AXIS + 30
-    for name, colour in entries.items():
-        swatch = _rect(svg, (x, x + 11), (y, 11), colour)
-        if name == "sync fallback":
-            swatch.set("stroke", _PROGRAM["decode"])
-            swatch.set("stroke-dasharray", "3 2")
-        _text(svg, x + 15, y + 10, name)
-        x += 15 + len(name) * _CHAR + 14
+    for name in (*_STAGE, *_PROGRAM, "sync fallback", "idle", "rest"):
+        if name == "sync fallback":  # of either kind
+            for program, colour in _FALLBACK.items():
+                swatch = _rect(svg, (x, x + 11), (y, 11), colour)
+                swatch.set("stroke", _PROGRAM[program])
+                swatch.set("stroke-dasharray", "3 2")
+                x += 15
+        else:
+            _rect(svg, (x, x + 11), (y, 11), plain[name])
+            x += 15
+        _text(svg, x, y + 10, name)
+        x += len(name) * _CHAR + 14
 
 
 # ── SVG ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _canvas() -> Element:
+def _canvas(height: int) -> Element:
     svg = Element(
         "svg",
         {
             "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {_WIDTH} {_HEIGHT}",
+            "viewBox": f"0 0 {_WIDTH} {height}",
             "width": str(_WIDTH),
-            "height": str(_HEIGHT),
-            "style": "max-width:100%;height:auto",
+            "height": str(height),
             "font-family": "system-ui, sans-serif",
             "font-size": "11",
             "role": "img",
@@ -277,7 +304,7 @@ def _canvas() -> Element:
     hatch = SubElement(SubElement(svg, "defs"), "pattern", {"id": "aneuron-rest", **size})
     SubElement(hatch, "rect", {"width": "6", "height": "6", "fill": "#e6e8ec"})
     SubElement(hatch, "path", {"d": "M0 6L6 0", "stroke": "#9aa0ab", "stroke-width": "1"})
-    SubElement(svg, "rect", {"width": str(_WIDTH), "height": str(_HEIGHT), "fill": _PAPER})
+    SubElement(svg, "rect", {"width": str(_WIDTH), "height": str(height), "fill": _PAPER})
     return svg
 
 
@@ -300,6 +327,11 @@ def _text(
     element = SubElement(parent, "text", at)
     element.text = text
     return element
+
+
+def _printable(text: str) -> str:
+    """Return a device's words without what XML cannot hold."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _number(value: float) -> str:

@@ -14,14 +14,18 @@ from aneuron.cli.bench.common import parse_counts
 from aneuron.cli.bench.floor import find_floor
 from aneuron.cli.bench.words import word_ids, word_tokenizer
 from aneuron.cli.bench.workload import StepMarks, prompts_of, steady_windows
+from aneuron.device.profiles import PROFILES
+from aneuron.engine import Engine
 from aneuron.errors import ConfigError
 from aneuron.outputs import StepRecord
+from aneuron.testing import SimDevice
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command
 
 floor_module = import_module("aneuron.cli.bench.floor")
 churn_module = import_module("aneuron.cli.bench.churn")
+overlap_module = import_module("aneuron.cli.bench.overlap")
 
 HOST = ("bench", "host", "--steps=10", "--windows=1")
 FLOOR = ("bench", "floor", "--steps=20", "--windows=1")
@@ -61,6 +65,22 @@ def test_host_runs_on_either_loop_with_either_tokenizer(aneuron: Command) -> Non
     assert json_of(aneuron, *HOST, *options)["rows"][0]["turn_us"] > 0
 
 
+def test_host_can_keep_the_timeline(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+
+    class Watched(Engine):
+        async def aclose(self) -> None:
+            kept.append(self.timeline.metrics().kept_steps)
+            await super().aclose()
+
+    monkeypatch.setattr("aneuron.engine.Engine", Watched)
+    options = ("--num-seqs=1", "--tokenizer=byte")
+    assert json_of(aneuron, *HOST, *options)
+    assert kept == [0, 0]
+    assert json_of(aneuron, *HOST, *options, "--timeline")
+    assert min(kept[2:]) > 64
+
+
 # ── floor ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -91,6 +111,12 @@ def test_floor_says_so_where_nothing_hides_the_host(
     monkeypatch.setattr(floor_module._Case, "idle_share", idle_share)
     assert json_of(aneuron, *FLOOR, "--num-seqs=1")["rows"][0]["floor_ms"] is None
     assert "over 20" in aneuron(*FLOOR, "--num-seqs=1").out
+
+
+async def test_floor_needs_every_window_it_was_asked_for() -> None:
+    case = floor_module._Case(1, 1500, 3)
+    with pytest.raises(RuntimeError, match="2 of 3 windows were kept"):
+        await case.turn_ms()
 
 
 def test_floor_tries_a_missed_probe_again(
@@ -152,12 +178,29 @@ def test_overlap_compares_both_schedulings(aneuron: Command) -> None:
 def test_overlap_tells_what_a_blocked_loop_costs(aneuron: Command) -> None:
     hog_ms, program_ms = 12.0, 2.58
     result = json_of(aneuron, *OVERLAP, f"--loop-hog={hog_ms}")
+    assert set(result) == {
+        "program_ms", "gap_ms", "sync", "async", "gain",
+        "loop_hog_ms", "slack_ms", "excess_ms", "idle_ms_per_hog",
+    }  # fmt: skip
     assert result["loop_hog_ms"] == hog_ms
     assert result["slack_ms"] < program_ms  # a launch waits for one program at most
     assert result["excess_ms"] == pytest.approx(hog_ms - result["slack_ms"])
     # The window has one blocked step in ten; two programs at most were launched before it.
     assert result["idle_ms_per_hog"] >= hog_ms - 2 * program_ms
     assert "in hand" in aneuron(*OVERLAP, "--loop-hog=0.1").out
+
+
+def test_what_blocking_the_loop_costs_is_counted_by_block() -> None:
+    case = overlap_module._Case("micro", 1, 0.004, 50)  # five blocks of 4 ms in a window
+    windows = [
+        overlap_module._Window(2.6, 0.1, idle_ms=idle_ms, program_ms=2.5, lead_ms=lead_ms)
+        for idle_ms, lead_ms in ((10.0, 1.5), (20.0, 2.0), (90.0, 2.5))
+    ]
+    assert overlap_module._hog_result(case, windows) == {
+        "loop_hog_ms": 4.0, "slack_ms": 2.0, "excess_ms": 2.0, "idle_ms_per_hog": 4.0,
+    }  # fmt: skip
+    short = case._replace(hog_s=0.001)
+    assert overlap_module._hog_result(short, windows)["excess_ms"] == 0.0
 
 
 # ── churn ───────────────────────────────────────────────────────────────────────────────
@@ -195,6 +238,15 @@ async def test_churn_answers_every_request_with_its_length() -> None:
     assert sorted(seen) == sorted([*case.lengths, *case.lengths])
 
 
+async def test_churn_says_so_where_the_first_steps_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(churn_module, "open_profile", lambda _: SimDevice(checks_inputs=False))
+    case = churn_module._Case("micro", 1, [1, 4500, 1])  # the window is about the second one
+    with pytest.raises(ConfigError, match=r"^--requests: this takes up to 45\d\d steps"):
+        await churn_module._run(case, {}, None)
+
+
 def test_lengths_are_at_least_one_and_the_same_each_time() -> None:
     lengths = lengths_of(5000, 8.0)
     assert min(lengths) == 1
@@ -224,6 +276,13 @@ def test_arrivals_come_at_the_rate() -> None:
         (("host", "--windows=-1"), "--windows"),
         (("floor", "--num-seqs=-3"), "--num-seqs"),
         (("floor", "--loop=none"), "--loop"),
+        (("floor", "--num-seqs=1,4097"), "--num-seqs must be at most 4096, not 4097"),
+        (("floor", "--steps=5000"), "--steps or --windows: this takes up to 15"),
+        (("floor", "--windows=14"), "timeline keeps the last 4096"),
+        (("overlap", "--num-seqs=4097"), "--num-seqs"),
+        (("overlap", "--steps=4096"), "--steps: this takes up to 41"),
+        (("churn", "--num-seqs=4097"), "--num-seqs"),
+        (("churn", "--requests=1000"), "--requests: this takes up to"),
         (("overlap", "--profile=fast"), "--profile"),
         (("overlap", "--num-seqs=0"), "--num-seqs"),
         (("overlap", "--num-seqs=two"), "--num-seqs"),
@@ -243,6 +302,12 @@ def test_a_bad_option_is_named(aneuron: Command, arguments: tuple[str, ...], nam
     assert result.status == 2
     assert named in result.err + result.out  # the parser's own messages are on stdout
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["overlap", "churn"])
+def test_help_lists_the_profiles(aneuron: Command, command: str) -> None:
+    words = aneuron("bench", command, "--help").out.replace(".", ",").split()
+    assert {f"{name}," for name in PROFILES} <= set(words)
 
 
 def test_the_table_says_what_it_was_measured_on(aneuron: Command) -> None:

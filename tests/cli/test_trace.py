@@ -79,8 +79,10 @@ def test_it_takes_the_options_of_run(aneuron: Command, tmp_path: Path) -> None:
         ([], "nowhere to write to: give --out, --svg or both"),
         (["--svg=x.svg", "--num-seqs=0"], "--num-seqs must be at least 1, not 0"),
         (["--svg=x.svg", "--last=0"], "--last must be at least 1, not 0"),
-        (["--svg=no/such/x.svg"], "cannot write no/such/x.svg: it is a folder, or in one"),
-        (["--out=."], "cannot write .: it is a folder"),
+        (["--svg=no/such/x.svg"], "cannot write no/such/x.svg: No such file or directory"),
+        (["--out=x.json", f"--svg={'x' * 300}"], "File name too long"),
+        (["--out=x", "--svg=../{folder}/x"], "--out and --svg must be two files, not both x"),
+        (["--out=."], "cannot write .: Is a directory"),
         (["--svg=x.svg", "--max-tokens=0"], "--max-tokens must be at least 1, not 0"),
         (["--svg=x.svg", "--max-model-len=3"], "the prompt has 3 tokens"),
         (["--svg=x.svg", "--device=tpu"], "--device: unknown device 'tpu'"),
@@ -94,11 +96,27 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    arguments = [argument.format(folder=tmp_path.name) for argument in arguments]
     result = aneuron("trace", "sim:count", "abc", *arguments)
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert message in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_tried_before_the_run_and_left_as_it_is(
+    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.svg").write_text("old", "utf-8")
+    (tmp_path / "link.svg").symlink_to("gone/x.svg")
+    (tmp_path / "new.svg").symlink_to("fresh.svg")
+    for name in ("old.svg", "new.svg"):
+        assert aneuron("trace", "no-such-model", "abc", f"--svg={name}").status == 2
+    result = aneuron("trace", "no-such-model", "abc", "--svg=link.svg")
+    assert "cannot write link.svg: No such file or directory" in result.err
+    assert (tmp_path / "old.svg").read_text("utf-8") == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.svg", "new.svg", "old.svg"]
 
 
 def test_a_file_that_cannot_be_written_is_an_error(
@@ -107,11 +125,18 @@ def test_a_file_that_cannot_be_written_is_an_error(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aneuron.timeline.Timeline.save_svg", fail)
-    svg = tmp_path / "x.svg"
-    result = aneuron("trace", "sim:count", "abc", f"--svg={svg}")
+    monkeypatch.setattr("aneuron.timeline.Timeline.save_chrome_trace", fail)
+    out, svg = tmp_path / "x.json", tmp_path / "x.svg"
+    result = aneuron("trace", "sim:count", "abc", f"--out={out}", f"--svg={svg}")
     assert result.status == 2
-    assert f"error: cannot write {svg}: No space left on device" in result.err
+    assert f"error: cannot write {out}: No space left on device" in result.err
+    assert marked(svg, "program")  # the other one is written all the same
+
+    device = SimDevice(faults=[Fault(5, 101)])
+    monkeypatch.setattr("aneuron.models.loading.open_device", lambda _: device)
+    result = aneuron("trace", "sim:count", "abc", f"--out={out}")
+    assert result.status == 1  # of the step that failed
+    assert f"cannot write {out}: No space left on device\nerror: " in result.err
 
 
 def test_a_step_that_failed_can_be_looked_at(

@@ -86,6 +86,20 @@ def test_every_figure_has_a_source_or_a_formula(name: str) -> None:
             assert "inferred" not in str(figure)
 
 
+@pytest.mark.parametrize(
+    ("name", "figure", "words"),
+    [
+        ("trn1-llama3-8b", "decode", "int8 weights"),
+        ("inf2-llama3-70b", "decode", "the upper end of 32 to 35"),
+        ("trn1-llama3-70b", "prefill_token", "(windows 4096 and 1152)"),
+        ("trn2-llama3-70b", "decode", "with 814 and 19.6 ms; another has 575.6 and 19.8"),
+        ("trn2-llama3-70b", "prefill_token", "with 814 and 19.6 ms; another has 575.6 and 19.8"),
+    ],
+)
+def test_sources_say_which_of_several_figures_it_is(name: str, figure: str, words: str) -> None:
+    assert words in getattr(profile(name), figure).source
+
+
 @pytest.mark.parametrize("model", ["8b", "70b"])
 def test_inferred_figures_lie_where_the_published_ones_do(model: str) -> None:
     """A larger model and more rows or tokens take longer; trn1 is quicker than inf2."""

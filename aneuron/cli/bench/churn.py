@@ -15,7 +15,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aneuron.cli.bench.common import (
+    MAX_SEQS,
     JsonFlag,
+    ProfileName,
+    check_kept,
     check_number,
     default_loop,
     run_on,
@@ -47,7 +50,7 @@ _SEED = 0
 
 def churn(
     *,
-    profile: str = "micro",
+    profile: ProfileName = "micro",
     num_seqs: int = 64,
     mean_tokens: float = 8.0,
     load: str = "closed",
@@ -59,7 +62,7 @@ def churn(
     """Measure short answers with each token carry, in real time, with a profile's programs.
 
     Args:
-        profile: A latency profile of the simulated device.
+        profile: A latency profile; its programs' times.
         num_seqs: Most sequences at a time.
         mean_tokens: Mean length of the answers; lengths are geometric, at least 1.
         load: closed keeps all sequences busy; a number sends requests at random (Poisson),
@@ -70,13 +73,14 @@ def churn(
         as_json: Print one JSON object in place of the table.
     """
     loop = loop or default_loop()
-    check_number("--num-seqs", num_seqs)
+    check_number("--num-seqs", num_seqs, at_most=MAX_SEQS)
     check_number("--requests", requests, at_least=3)
     check_number("--rounds", rounds)
     check_number("--mean-tokens", mean_tokens)
     share = _parse_load(load)
     lengths = lengths_of(num_seqs * requests, mean_tokens)
     case = _Case(profile, num_seqs, lengths)
+    check_kept("--requests", case.num_steps)
     rounds_of = run_on(loop, _measure(case, share, rounds))
     result = {carry: _summary(done) for carry, done in rounds_of.items()}
     if as_json:
@@ -129,6 +133,12 @@ class _Case(NamedTuple):
     profile: str
     num_seqs: int
     lengths: list[int]
+
+    @property
+    def num_steps(self) -> float:
+        """About how many steps a round in a closed loop takes."""
+        decodes = sum(self.lengths) / self.num_seqs
+        return decodes + min(decodes, len(self.lengths))  # prefills take turns with them
 
 
 class _Round(NamedTuple):
@@ -240,11 +250,19 @@ class _Load:
         self._looks.append((monotonic(), self._engine.stats()))
 
     def result(self) -> _Round:
-        """Return what happened between the two looks."""
+        """Return what happened between the two looks.
+
+        Raises:
+            ConfigError: the timeline no longer has the first steps of that time, as at a low
+                load, where a step has few rows.
+        """
         # With few requests at random times the last may be sent before any number has ended.
         (start_s, before), (end_s, after) = sorted(self._looks, key=lambda look: look[0])
         timeline = self._engine.timeline
-        window = [record for record in timeline.steps if start_s <= record.device_end_s <= end_s]
+        kept, num_steps = timeline.steps, timeline.metrics().steps
+        if num_steps > len(kept) and not kept[0].device_end_s < start_s:
+            check_kept("--requests", num_steps)
+        window = [record for record in kept if start_s <= record.device_end_s <= end_s]
         return _round(before, after, end_s - start_s, window, timeline)
 
 

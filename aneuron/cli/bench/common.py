@@ -17,14 +17,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from aneuron.cli.terminal import note
+from aneuron.device.profiles import PROFILES
 from aneuron.errors import ConfigError
+from aneuron.timeline import RING_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
 
 __all__ = [
+    "MAX_SEQS",
     "Flag",
     "JsonFlag",
+    "ProfileName",
+    "check_kept",
     "check_number",
     "default_loop",
     "machine",
@@ -38,6 +43,11 @@ __all__ = [
 T = TypeVar("T")
 Flag = Annotated[bool, Parameter(negative="")]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+ProfileName = Annotated[
+    str,
+    Parameter(help=f"A latency profile of the simulated device: {', '.join(PROFILES)}."),
+]
+MAX_SEQS = 4096
 _LOOPS = ("uvloop", "asyncio")
 
 
@@ -49,24 +59,48 @@ def parse_counts(option: str, text: str) -> list[int]:
         text: what was typed.
 
     Raises:
-        ConfigError: it is no list of positive integers.
+        ConfigError: it is no list of positive integers up to `MAX_SEQS`.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(
             f"{option} must be positive integers, separated by commas, not {text!r}", param=option
         )
-    return [int(part) for part in parts]
+    counts = [int(part) for part in parts]
+    check_number(option, max(counts), at_most=MAX_SEQS)
+    return counts
 
 
-def check_number(option: str, value: float, *, at_least: float = 1) -> None:
+def check_number(
+    option: str, value: float, *, at_least: float = 1, at_most: float = math.inf
+) -> None:
     """Check a number.
 
     Raises:
-        ConfigError: it is not finite, or under `at_least`.
+        ConfigError: it is not finite, under `at_least` or over `at_most`.
     """
     if not math.isfinite(value) or value < at_least:
         raise ConfigError(f"{option} must be at least {at_least:g}, not {value:g}", param=option)
+    if value > at_most:
+        raise ConfigError(f"{option} must be at most {at_most:g}, not {value:g}", param=option)
+
+
+def check_kept(option: str, steps: float) -> None:
+    """Check that a timeline keeps all steps of a measurement.
+
+    Args:
+        option: that asks for most of them, for the message.
+        steps: how many it takes at most, with prompts and warm-up.
+
+    Raises:
+        ConfigError: they are more than its ring holds.
+    """
+    if steps > RING_STEPS:
+        raise ConfigError(
+            f"{option}: this takes up to {steps:.0f} steps with prompts and warm-up, and a "
+            f"timeline keeps the last {RING_STEPS}; ask for fewer",
+            param=option,
+        )
 
 
 def tell(text: str) -> None:

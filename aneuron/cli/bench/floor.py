@@ -2,8 +2,7 @@
 
 Comes in: numbers of sequences. Goes out: milliseconds. Probe after probe decodes on `sim`, in
 real time, with programs of one length and without a gap, until the length is found from which
-on the device idles under 1 % of the time. The search begins at what a step takes the host when
-programs take no time.
+on the device idles under 1 % of the time. The search begins at the host's own turn.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aneuron.cli.bench.common import (
     JsonFlag,
+    check_kept,
     check_number,
     default_loop,
     parse_counts,
@@ -53,7 +53,7 @@ def floor(
     Args:
         num_seqs: Numbers of sequences, separated by commas.
         loop: uvloop (the default where there is one) or asyncio.
-        steps: Steps in a window.
+        steps: Steps in a window; all windows together must be under 4096.
         windows: Windows of each probe; the median counts.
         as_json: Print one JSON object in place of the table.
     """
@@ -61,6 +61,8 @@ def floor(
     counts = parse_counts("--num-seqs", num_seqs)
     check_number("--steps", steps)
     check_number("--windows", windows)
+    for count in counts:
+        check_kept("--steps or --windows", _Case(count, steps, windows).max_tokens)
     rows: list[dict[str, Any]] = []
     for count in counts:
         case = _Case(count, steps, windows)
@@ -126,6 +128,11 @@ class _Case(NamedTuple):
     steps: int
     windows: int
 
+    @property
+    def max_tokens(self) -> int:
+        """How long the answers are, and so how many steps of one must be kept."""
+        return max_tokens_for(self.num_seqs, _WARMUP + self.steps * self.windows)
+
     async def idle_share(self, program_ms: float) -> float:
         """Decode with programs of this length; return the median share of idle time."""
         timeline, found = await self._decode(program_ms)
@@ -137,13 +144,16 @@ class _Case(NamedTuple):
         return median(timeline.elapsed_s(window) for window in found) / self.steps * 1e3
 
     async def _decode(self, program_ms: float) -> tuple[Timeline, list[list[StepRecord]]]:
-        """Decode on an engine of its own; return its timeline and the windows."""
+        """Decode on an engine of its own; return its timeline and the windows.
+
+        Raises:
+            RuntimeError: the timeline has fewer windows than were asked for.
+        """
         from aneuron.cli.bench.programs import WordModel
         from aneuron.device.sim import SimDevice
         from aneuron.engine import Engine
 
-        max_tokens = max_tokens_for(self.num_seqs, _WARMUP + self.steps * self.windows)
-        length = 256 + max_tokens  # the longest prompt has 143
+        length = 256 + self.max_tokens  # the longest prompt has 143
         engine = Engine(
             WordModel(2 * self.num_seqs, length),
             device=SimDevice(latency=program_ms / 1e3, checks_inputs=False),
@@ -153,10 +163,12 @@ class _Case(NamedTuple):
             timeline=True,
         )
         async with engine:
-            await read_all(submit(engine, prompts_of(self.num_seqs), max_tokens))
+            await read_all(submit(engine, prompts_of(self.num_seqs), self.max_tokens))
             timeline = engine.timeline
             found = steady_windows(timeline.steps, self.num_seqs, warmup=_WARMUP, every=self.steps)
-            return timeline, found[: self.windows]
+        if len(found) < self.windows:
+            raise RuntimeError(f"{len(found)} of {self.windows} windows were kept")
+        return timeline, found[: self.windows]
 
 
 def _show(rows: list[dict[str, Any]], loop: str) -> None:

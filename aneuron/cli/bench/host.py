@@ -43,6 +43,7 @@ def host(
     parts: Flag = False,
     loop: str | None = None,
     tokenizer: str = "bpe",
+    timeline: Flag = False,
     steps: int = _WINDOW,
     windows: int = _WINDOWS,
     as_json: JsonFlag = False,
@@ -54,6 +55,7 @@ def host(
         parts: Tell what each part takes.
         loop: uvloop (the default where there is one) or asyncio.
         tokenizer: bpe, or byte: the simulated models' own.
+        timeline: Keep the last steps in the engine's timeline, to see what that costs.
         steps: Steps in a window.
         windows: Windows; the median counts.
         as_json: Print one JSON object in place of the table.
@@ -68,7 +70,7 @@ def host(
     rows = []
     for count in counts:
         tell(f"{count} sequences")
-        case = _Case(count, tokenizer, steps, windows)
+        case = _Case(count, tokenizer, steps, windows, timeline)
         plain = run_on(loop, case.measure(()))
         timed = run_on(loop, case.measure(wanted))
         rows.append(_row(count, plain, timed, with_parts=parts))
@@ -125,6 +127,7 @@ class _Case(NamedTuple):
     tokenizer: str
     steps: int
     windows: int
+    timeline: bool = False
 
     async def measure(self, parts: tuple[str, ...]) -> list[_Window]:
         """Decode on an engine of its own; time these parts, which itself costs time."""
@@ -151,6 +154,7 @@ class _Case(NamedTuple):
             max_num_seqs=self.num_seqs,
             num_kv_blocks=self.num_seqs * (length // 16 + 1),
             block_size=16,
+            timeline=self.timeline,
         )
         async with engine:
             time_parts(engine, clock, parts)
