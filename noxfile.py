@@ -63,6 +63,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Look for interleavings that break the flow, with ten times the examples (an hour)."""
+    set_up(session, "test")
+    session.env["HYPOTHESIS_PROFILE"] = "soak"
+    session.run("pytest", "tests/test_properties.py", "--timeout=7200", *session.posargs)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Run the tests and report the lines and branches that none of them reached."""
     set_up(session, "test")

@@ -49,7 +49,8 @@ settings.register_profile(
     max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],  # two cores, shared
 )
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=500)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=300)
+settings.register_profile("soak", settings.get_profile("dev"), max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
 
 
@@ -63,12 +64,13 @@ def anyio_backend(request: pytest.FixtureRequest) -> object:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the debug-mode variants to the core's tests."""
-    items[:] = [
-        item
-        for item in items
-        if item.path.name in DEBUG_MODE_FILES or "[asyncio-debug" not in item.name
-    ]
+    """Leave the debug-mode variants to the core's tests, of several carries to `resident`."""
+    items[:] = [item for item in items if "[asyncio-debug" not in item.name or _debugs(item)]
+
+
+def _debugs(item: pytest.Item) -> bool:
+    others = {"host", "handoff"} & set(item.name.rstrip("]").split("-"))
+    return item.path.name in DEBUG_MODE_FILES and not others
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aneuron import TokenStream
 
 VOCAB = 50_000
+PATIENCE_S = max(300, settings().max_examples)  # 0.1 s an example, and the loops' share
 MAX_LEN = 64
 
 
@@ -190,7 +191,7 @@ def leave(engine: Engine, stream: TokenStream, how: str, name: str) -> None:
 
 
 @settings(max_examples=settings().max_examples // 2)  # on each of two loops
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("carry", list(CARRIES))
 @pytest.mark.parametrize("kind", ["count", "sum"])
 @given(
@@ -379,7 +380,7 @@ def case_of(machine: type[EngineMachine]) -> Any:
     """Its test case; one example is up to 50 rules, so half as many do."""
     case = machine.TestCase
     case.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=50)
-    return pytest.mark.timeout(300)(case)
+    return pytest.mark.timeout(PATIENCE_S)(case)
 
 
 TestHandoffMachine = case_of(HandoffMachine)

@@ -102,10 +102,13 @@ def exactly(*expected: float) -> Any:
     return pytest.approx(list(expected), rel=0, abs=1e-9)
 
 
+FOREIGN: set[threading.Thread] = set()  # of tests before this one, hanging for good maybe
+
+
 def threads_of(name: str = "sim") -> list[str]:
     return sorted(
         thread.name.removeprefix("aneuron-")
-        for thread in threading.enumerate()
+        for thread in set(threading.enumerate()) - FOREIGN
         if thread.name.startswith(f"aneuron-{name}")
     )
 
