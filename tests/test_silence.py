@@ -115,12 +115,12 @@ async def test_a_lost_or_hanging_device_leaves_no_timer_on_the_loop() -> None:
 @pytest.mark.parametrize("carry", ["handoff", "resident"])
 async def test_an_idle_engine_keeps_no_device_value(carry: str) -> None:
     gc.collect()
-    before = sum(isinstance(one, DeviceFuture) for one in gc.get_objects())
+    before = sum(type(one) is DeviceFuture for one in gc.get_objects())
     async with count_engine(token_carry=carry) as engine:
         await start(engine, 10, 20)
         await engine.wait_idle()
         gc.collect()
-        left = sum(isinstance(one, DeviceFuture) for one in gc.get_objects())
+        left = sum(type(one) is DeviceFuture for one in gc.get_objects())
         assert left <= before
         assert (await start(engine, 10, 20)).token_ids == after(10, 20)
 

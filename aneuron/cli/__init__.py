@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App, CycloptsError
 
 from aneuron import __version__
-from aneuron.cli import chat, run, trace
-from aneuron.cli.bench import bench
+from aneuron.cli import chat, run
 from aneuron.cli.terminal import call
 
 if TYPE_CHECKING:
@@ -30,8 +29,13 @@ app = App(
 )
 app.command(run.run)
 app.command(chat.chat)
-app.command(trace.trace)
-app.command(bench)
+# By path: whoever runs something else does not pay for importing them.
+app.command(
+    "aneuron.cli.trace:trace",
+    name="trace",
+    help="Answer a prompt, and write down when each step reached each stage.",
+)
+app.command("aneuron.cli.bench:bench", name="bench", help="Measure the engine.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
