@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aneuron.config import BatchShape
 from aneuron.outputs import ModelInput, SlotWrites
-from aneuron.params import num_likeliest
+from aneuron.params import STATE_COLUMNS, num_likeliest
 
 if TYPE_CHECKING:
+    from aneuron.config import BatchShape
     from aneuron.outputs import NewRequest, SchedulerOutput
 
-__all__ = ["BatchShape", "InputBatch", "Launch"]
+__all__ = ["InputBatch", "Launch"]
 
-_STATE_COLUMNS = ("prompt_lens", "temperature", "top_k", "top_p", "min_p", "seed")
 _FLOW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", "next_cell", "next_len")
-_ROW_COLUMNS = _FLOW_COLUMNS + _STATE_COLUMNS
+_ROW_COLUMNS = (*_FLOW_COLUMNS, *STATE_COLUMNS)
 
 
 @dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
@@ -292,14 +291,14 @@ class InputBatch:
             inputs.slots[num:] = spare
             return
         inputs.slots = None
-        for name in _STATE_COLUMNS:
+        for name in STATE_COLUMNS:
             getattr(inputs, name)[:num] = getattr(self, name)[layout.where]
         inputs.temperature[num:] = 0.0
 
     def _writes(self, plan: SchedulerOutput) -> SlotWrites:
         slots = np.array([new.slot for new in plan.new_requests], np.int64)
         rows = self.row_of[slots]
-        return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in _STATE_COLUMNS})
+        return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in STATE_COLUMNS})
 
     def forget_inputs(self) -> None:
         """Let go of device values that launches were fed with; nothing is in flight."""
@@ -346,15 +345,10 @@ class _Staging:
         self._row_columns = {
             name: np.zeros(rows, dtype)
             for name, dtype in (
-                ("context_lens", np.int32),
-                ("logits_indices", np.int32),
-                ("slots", np.int32),
-                ("prompt_lens", np.int32),
-                ("temperature", np.float32),
-                ("top_k", np.int32),
-                ("top_p", np.float32),
-                ("min_p", np.float32),
-                ("seed", np.int64),
+                ("context_lens", "int32"),
+                ("logits_indices", "int32"),
+                ("slots", "int32"),
+                *STATE_COLUMNS.items(),
             )
         }
         self._row_columns["top_p"][:] = 1.0

@@ -14,7 +14,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
-from aneuron.batch import BatchShape
+from aneuron.config import BatchShape
 from aneuron.errors import (
     AneuronError,
     ConfigError,

@@ -192,7 +192,7 @@ class DeviceFuture:
 
 
 class Signal:
-    """Wakes the one task that waits for it; like an `asyncio.Event`, for a third of its cost."""
+    """Wakes the one task that waits for it; a lighter `asyncio.Event` (docs/log.md)."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -222,7 +222,7 @@ class Signal:
 
 
 class Mailbox(Generic[T]):
-    """Items from one task to another, in order; like an `asyncio.Queue` without a limit."""
+    """Items from one task to another, in order; a lighter `asyncio.Queue` without a limit."""
 
     __slots__ = ("_items", "_news")
 

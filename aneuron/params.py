@@ -18,7 +18,17 @@ from aneuron.errors import InvalidRequest
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SamplingParams", "num_likeliest"]
+__all__ = ["STATE_COLUMNS", "SamplingParams", "num_likeliest"]
+
+# What executables read of a request, beside its tokens: a column each, by name, and its dtype.
+STATE_COLUMNS = {
+    "prompt_lens": "int32",
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "seed": "int64",
+}
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024

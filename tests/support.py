@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from aneuron import Completion, DeviceFuture, SamplingParams
-from aneuron.batch import BatchShape, InputBatch
+from aneuron.batch import InputBatch
 from aneuron.carry import make_carry
-from aneuron.config import EngineConfig
+from aneuron.config import BatchShape, EngineConfig
 from aneuron.kv_cache import KVCacheManager
 from aneuron.request import Request
 from aneuron.runner import ModelRunner

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aneuron import SamplingParams
-from aneuron.batch import BatchShape, InputBatch
-from aneuron.config import EngineConfig
+from aneuron.batch import InputBatch
+from aneuron.config import BatchShape, EngineConfig
 from aneuron.outputs import NewRequest, SchedulerOutput
 
 NONE = np.zeros(0, np.int32)

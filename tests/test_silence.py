@@ -74,7 +74,7 @@ async def test_a_break_whose_read_fails_on_another_rank_never_goes_unseen(at: in
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_a_lost_rank_is_told_at_once_where_it_is_asked_first(lost: int) -> None:
+async def test_a_lost_rank_is_told_at_once(lost: int) -> None:
     """The other rank waits for it for ever, as in a collective; the time-out is the last resort."""
     faults = [Fault(5, 101, rank=lost), Fault(5, "hang", rank=1 - lost)]
     device = SimDevice(latency=0.002, faults=faults)
@@ -83,7 +83,7 @@ async def test_a_lost_rank_is_told_at_once_where_it_is_asked_first(lost: int) ->
     ) as engine:
         begun_s = time.monotonic()
         assert isinstance(await outcome(start(engine)), DeviceLost)
-        assert time.monotonic() - begun_s < (0.7 if lost == 0 else 2.2)
+        assert time.monotonic() - begun_s < 1.2, "not by the time-out"
 
 
 async def test_a_caller_that_blocks_the_loop_does_not_lose_a_healthy_device() -> None:
@@ -109,7 +109,11 @@ async def test_a_lost_or_hanging_device_leaves_no_timer_on_the_loop() -> None:
         await engine.aclose()
         assert engine._core._watchdog._timer is None
         assert engine._core._watchdog._watched is None
-        assert isinstance(await outcome(stream), Exception) or status == "hang"
+        end = await outcome(stream)
+        if status == "hang":
+            assert end.abort_reason == "shutdown"
+        else:
+            assert isinstance(end, DeviceLost)
 
 
 @pytest.mark.parametrize("carry", ["handoff", "resident"])

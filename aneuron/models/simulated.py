@@ -117,7 +117,7 @@ class SimModel:
             ids = self._slots.last_tokens[inputs.slots]
         written = inputs.slot_mapping >= 0
         self._kv[inputs.slot_mapping[written]] = ids[written]
-        if inputs.slots is not None and type(self).next_ids not in _PLAIN:
+        if inputs.slots is not None:
             inputs = self._slots.filled(inputs)
         # A prefill's output has one entry per request and no padding.
         chosen = self.next_ids(ids, inputs)[: inputs.num_sampled]
@@ -207,10 +207,6 @@ class Script(SimModel):
         told = inputs.context_lens - inputs.prompt_lens
         entries: np.ndarray = self.script[np.clip(told, 0, len(self.script) - 1)]
         return entries
-
-
-# They look at no column that slots keep; what a subclass puts in their place may.
-_PLAIN = {Count.next_ids, Sum.next_ids}
 
 
 def simulated_model(name: str) -> SimModel:

@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aneuron.params import STATE_COLUMNS
+
 if TYPE_CHECKING:
     from aneuron.outputs import ModelInput, SlotWrites
 
 __all__ = ["SlotState"]
-
-_COLUMNS = (
-    ("prompt_lens", np.int32),
-    ("temperature", np.float32),
-    ("top_k", np.int32),
-    ("top_p", np.float32),
-    ("min_p", np.float32),
-    ("seed", np.int64),
-)
 
 
 class SlotState:
@@ -39,7 +32,7 @@ class SlotState:
         size = num_slots + 1
         self.last_tokens = np.full(size, unset, np.int32)
         self._unset = unset
-        self._columns = {name: np.zeros(size, dtype) for name, dtype in _COLUMNS}
+        self._columns = {name: np.zeros(size, dtype) for name, dtype in STATE_COLUMNS.items()}
         self._columns["top_p"][:] = 1.0
 
     def write(self, writes: SlotWrites) -> None:

@@ -19,8 +19,7 @@ from aneuron.runner import ModelRunner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aneuron.batch import BatchShape
-    from aneuron.config import EngineConfig
+    from aneuron.config import BatchShape, EngineConfig
     from aneuron.device import Device
     from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
@@ -49,28 +48,31 @@ class RankStep:
             DeviceError: the step failed on any rank.
         """
         faults: list[DeviceError] = []
-        output: ModelRunnerOutput | None = None
-        for step in self._steps:
-            try:
-                if not step.is_read:
-                    await step.discard()
-                elif step is self._output:
-                    output = await step.get_output()
-                else:
-                    await step.get_output()
-            except DeviceLost:
-                raise
-            except DeviceError as fault:
-                faults.append(fault)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for step in self._steps:
+                    group.create_task(_wait_for(step, faults), name="aneuron-rank")
+        except ExceptionGroup as lost:
+            fault = lost.exceptions[0]
+            raise fault from fault.__cause__
         if faults:
             raise faults[0]
-        assert output is not None
-        return output
+        return await self._output.get_output()
 
     def fail(self, error: DeviceError) -> None:
         """Resolve what has no result yet with an error."""
         for step in self._steps:
             step.fail(error)
+
+
+async def _wait_for(step: InFlightStep, faults: list[DeviceError]) -> None:
+    """Wait for one rank's step; a fault that leaves the device alive is noted."""
+    try:
+        await (step.get_output() if step.is_read else step.discard())
+    except DeviceLost:
+        raise
+    except DeviceError as fault:
+        faults.append(fault)
 
 
 class RankGroup:
