@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aneuron import DeviceError, DeviceLost, Engine, EngineClosed
+from aneuron import Completion, DeviceError, DeviceLost, Engine, EngineClosed
 from aneuron.futures import DeviceFuture
 from aneuron.testing import Count, Fault, SimDevice, count_engine
 from tests.support import after, outcome, outcomes, recorded, start
@@ -111,6 +111,7 @@ async def test_a_lost_or_hanging_device_leaves_no_timer_on_the_loop() -> None:
         assert engine._core._watchdog._watched is None
         end = await outcome(stream)
         if status == "hang":
+            assert isinstance(end, Completion)
             assert end.abort_reason == "shutdown"
         else:
             assert isinstance(end, DeviceLost)
