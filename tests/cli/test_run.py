@@ -345,7 +345,9 @@ def test_ctrl_c_stops_a_download(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.tiny
 @pytest.mark.timeout(120)
 def test_a_real_model_names_the_capital(aneuron: Command) -> None:
-    result = aneuron("run", "smollm2-135m", "What is the capital of France?", "--stats")
+    # In bfloat16 two first words are nearer to each other than its rounding.
+    question = "What is the capital of France?"
+    result = aneuron("run", "smollm2-135m", question, "--stats", "--dtype", "float32")
     assert result.status == 0
     assert "Paris" in result.out
     assert "smollm2-135m: load" in result.err
