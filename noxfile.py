@@ -105,7 +105,7 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the engine (docs/benchmarks.md), then the demo model, sync and async in turns."""
     set_up(session)
-    for name in ("host", "floor", "overlap", "churn"):
+    for name in ("host", "floor", "overlap", "churn", "prefix", "longprompt"):
         session.run("aneuron", "bench", name)
     story = "Tell me a long story about a lighthouse keeper."
     options = ("--max-tokens", "128", "--temperature", "0", "--stats", *session.posargs)

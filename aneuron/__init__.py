@@ -6,17 +6,17 @@
 
 The flow, and the file of each stage:
 
-    generate()          engine.py, prompt.py        text or messages → ids → Request
+    generate()          engine.py, intake.py        text or messages → ids → Request
       │
     step loop           core.py                     while True: plan, launch, hand over
-      ├ schedule()      scheduler.py, kv_cache.py   who runs, which blocks → SchedulerOutput
-      ├ execute_model() runner.py, batch.py         prepare inputs; breaks of the flow
+      ├ schedule()      scheduler/, kv_cache.py     who runs, which blocks → SchedulerOutput
+      ├ execute_model() runner.py, batch/           prepare inputs; breaks of the flow
       │                 carry.py                    feed the last tokens as a device future
       └ launch          device/                     executor thread → DeviceFuture (futures.py)
       │
     materializer        core.py                     await the future, off the critical path
-      ├ update          scheduler.py                append, stop, free
-      └ deliver         stream.py, detokenize.py    ids → Token → your `async for`
+      ├ update          scheduler/                  append, stop, free
+      └ deliver         stream/, detokenize.py      ids → Token → your `async for`
 
 Importing this package loads neither torch nor numpy nor transformers.
 """
@@ -27,9 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aneuron.completions import CompletionStream
     from aneuron.engine import Engine
-    from aneuron.engine import open_engine as open  # noqa: A004  `aneuron.open` is its name
     from aneuron.errors import (
         AneuronError,
         ConfigError,
@@ -45,9 +43,11 @@ if TYPE_CHECKING:
         RequestError,
     )
     from aneuron.futures import DeviceFuture
+    from aneuron.opening import open_engine as open  # noqa: A004  `aneuron.open` is its name
     from aneuron.outputs import AbortReason, Completion, EngineStats, FinishReason, Token, Usage
     from aneuron.params import SamplingParams
     from aneuron.stream import TokenStream
+    from aneuron.stream.many import CompletionStream
 
 __all__ = [
     "AbortReason",
@@ -88,12 +88,12 @@ _HOME = {
         ("AbortReason", "Completion", "EngineStats", "FinishReason", "Token", "Usage"),
         "aneuron.outputs",
     ),
-    "CompletionStream": "aneuron.completions",
+    "CompletionStream": "aneuron.stream.many",
     "DeviceFuture": "aneuron.futures",
     "Engine": "aneuron.engine",
     "SamplingParams": "aneuron.params",
     "TokenStream": "aneuron.stream",
-    "open": "aneuron.engine",
+    "open": "aneuron.opening",
 }
 
 

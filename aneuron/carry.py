@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from aneuron.outputs import BreakReason
+from aneuron.plans import BreakReason
 
 if TYPE_CHECKING:
     from aneuron.batch import Launch
     from aneuron.futures import DeviceFuture
-    from aneuron.outputs import SchedulerOutput
+    from aneuron.plans import SchedulerOutput
 
 __all__ = [
     "Carry",

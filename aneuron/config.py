@@ -20,6 +20,7 @@ __all__ = ["BatchShape", "Buckets", "EngineConfig", "EngineOptions"]
 _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "scheduling_policy": ("fcfs", "priority"),
 }
 _COUNTS = (
     "max_num_seqs",
@@ -43,6 +44,11 @@ class EngineConfig:
         max_model_len: longest context in tokens; None takes the model's own.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
+        max_waiting: most requests beside `max_num_seqs`, each choice counting as one; beyond,
+            `generate` raises `Overloaded`. None is any number.
+        scheduling_policy: "fcfs" serves first who came first; "priority" who has the lowest
+            `priority`, for whom others are preempted.
+        enable_prefix_caching: share the blocks of prompts that begin alike.
         block_size: tokens in one block of the KV cache.
         num_kv_blocks: size of the KV pool of each rank; None derives it from `kv_cache_bytes`.
         kv_cache_bytes: memory for the KV pools of all ranks; None asks the device.
@@ -65,6 +71,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_waiting: int | None = None
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -79,7 +88,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""
-        for name in ("async_scheduling", "timeline"):
+        for name in ("async_scheduling", "enable_prefix_caching", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false", param=name)
         for name, allowed in _CHOICES.items():
@@ -88,16 +97,21 @@ class EngineConfig:
                     f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
                     param=name,
                 )
-        for name in _COUNTS:
-            _check_count(name, getattr(self, name))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+        self._check_counts()
         for name in ("step_timeout_s", "shutdown_s"):
             _check_seconds(name, getattr(self, name))
         for name in ("num_seqs_buckets", "num_tokens_buckets", "num_blocks_buckets"):
             _check_buckets(name, getattr(self, name))
         self._check_carry()
+
+    def _check_counts(self) -> None:
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if self.max_waiting is not None:
+            _check_count("max_waiting", self.max_waiting, low=0)
 
     def _check_carry(self) -> None:
         if self.async_scheduling and self.token_carry == "host":
@@ -144,6 +158,9 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_waiting: int | None
+    scheduling_policy: str
+    enable_prefix_caching: bool
     block_size: int
     num_kv_blocks: int | None
     kv_cache_bytes: int | None
@@ -223,9 +240,10 @@ class BatchShape:
         )
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, not {value!r}", param=name)
+def _check_count(name: str, value: object, *, low: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
+        kind = "a positive integer" if low else "an integer from 0"
+        raise ConfigError(f"{name} must be {kind}, not {value!r}", param=name)
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
+from aneuron.clock import clock_of
 from aneuron.config import BatchShape
 from aneuron.errors import (
     AneuronError,
@@ -25,26 +25,23 @@ from aneuron.errors import (
     engine_failure,
 )
 from aneuron.futures import Mailbox, Signal, Watchdog
+from aneuron.intake import Intake
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import AbortReason, Break, BreakReason, EngineStats, FinishReason
+from aneuron.outputs import AbortReason, EngineStats, FinishReason
 from aneuron.parallel.ranks import make_runner
-from aneuron.request import Request, RequestState, wake
+from aneuron.plans import Break, BreakReason
+from aneuron.request import wake
 from aneuron.scheduler import Scheduler
 from aneuron.timeline import RING_STEPS, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    import numpy as np
-
     from aneuron.config import EngineConfig
     from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
-    from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
     from aneuron.parallel.ranks import RankGroup, RankStep
+    from aneuron.plans import ModelRunnerOutput, SchedulerOutput
+    from aneuron.request import Request
     from aneuron.runner import InFlightStep, ModelRunner
-
-    Preparation = Callable[[], Coroutine[Any, Any, None]]
 
 __all__ = ["EngineCore"]
 
@@ -56,29 +53,27 @@ class EngineCore:
 
     def __init__(
         self,
+        config: EngineConfig,
         scheduler: Scheduler,
         runner: ModelRunner | RankGroup,
-        timeline: Timeline,
-        *,
-        depth: int,
-        step_timeout_s: float,
-        shutdown_s: float,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Make a core at rest; `run` starts it."""
         self.scheduler = scheduler
         self.runner = runner
-        self.timeline = timeline
-        self.depth, self.shutdown_s = depth, shutdown_s
-        self.requests: dict[str, Request] = {}  # by the caller's name, until they end
+        self.intake = Intake(
+            scheduler, max_waiting=config.max_waiting, loop=loop, notify=self.notify
+        )
+        self.timeline = Timeline(RING_STEPS if config.timeline else 0)
+        self.depth, self.shutdown_s = config.depth, config.shutdown_s
         self.failure: AneuronError | None = None
-        self._num_prompt_tokens = self._num_generated = self._num_watched = 0
-        self._num_in_flight = self._num_preparing = 0
+        self._clock = clock_of(loop)
+        self._num_in_flight = 0
         self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
-        self._watchdog = Watchdog(step_timeout_s)
+        self._watchdog = Watchdog(config.step_timeout_s, self._clock)
         self._changed = Signal()  # for the step loop: look again
         self._idle = asyncio.Event()
         self._started, self._stopping = asyncio.Event(), asyncio.Event()
-        self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._deadline_s: float | None = None
         self._has_device = False
@@ -88,7 +83,12 @@ class EngineCore:
     def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
         """Put the parts together; nothing is started."""
         shape = BatchShape.of(config, loaded.max_model_len)
-        kv = KVCacheManager(loaded.num_blocks, config.block_size, shape.num_slots)
+        kv = KVCacheManager(
+            loaded.num_blocks,
+            config.block_size,
+            shape.num_slots,
+            prefix_caching=config.enable_prefix_caching,
+        )
         scheduler = Scheduler(
             kv,
             max_num_seqs=config.max_num_seqs,
@@ -98,14 +98,7 @@ class EngineCore:
             num_slots=shape.num_slots,
             clock=loop.time,
         )
-        return cls(
-            scheduler,
-            make_runner(config, loaded, shape),
-            Timeline(RING_STEPS if config.timeline else 0),
-            depth=config.depth,
-            step_timeout_s=config.step_timeout_s,
-            shutdown_s=config.shutdown_s,
-        )
+        return cls(config, scheduler, make_runner(config, loaded, shape), loop)
 
     async def supervise(self) -> None:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
@@ -146,8 +139,7 @@ class EngineCore:
     def _abandon(self, error: AneuronError) -> None:
         self.failure = error
         self._started.set()  # it may not have come to that
-        for request in [one for one in self.requests.values() if one.state is RequestState.NEW]:
-            self._finish_new(request, FinishReason.ERROR, error=error.copy())
+        self.intake.abandon(error)
         self.scheduler.abandon(error)
         self._num_in_flight = 0
         self._rest()
@@ -164,14 +156,14 @@ class EngineCore:
                 self._start(group)
                 await self._stopping.wait()
                 await self._drained()
-                for task in self._tasks:
+                for task in self._tasks | self.intake.tasks:
                     task.cancel()
         except ExceptionGroup as failures:
             failure = engine_failure(failures)
             raise failure from failure.__cause__  # never the group: it says nothing to a user
 
     def _start(self, group: asyncio.TaskGroup) -> None:
-        self._group = group
+        self.intake.start(group)
         self._tasks = {
             group.create_task(self._step_loop(), name="aneuron-step-loop"),
             group.create_task(self._materializer(), name="aneuron-materializer"),
@@ -192,73 +184,9 @@ class EngineCore:
 
     def stop(self) -> None:
         """Abort all requests; `run` ends once the device is idle, or after `shutdown_s`."""
-        for request in list(self.requests.values()):
-            self.end(request, FinishReason.ABORT, AbortReason.SHUTDOWN)
+        for request in list(self.intake.requests.values()):
+            self.intake.end(request, FinishReason.ABORT, AbortReason.SHUTDOWN)
         self._stopping.set()
-
-    # ── requests ────────────────────────────────────────────────────────────────────────
-
-    def register(self, request: Request, preparation: Preparation | None = None) -> None:
-        """Take a request on; `preparation` turns its prompt into ids and admits it."""
-        self.requests[request.name] = request
-        request.on_finish.append(self._forget)
-        if preparation is None:
-            return
-        assert self._group is not None, "run() comes first"
-        body = self._prepare(request, preparation)
-        try:
-            task = self._group.create_task(body, name=f"aneuron-prompt-{request.name}")
-        except RuntimeError:  # the group is failing: _abandon() will end this request, too
-            body.close()
-            return
-        self._num_preparing += 1
-        self._tasks.add(task)
-        task.add_done_callback(self._prepared)
-
-    async def _prepare(self, request: Request, preparation: Preparation) -> None:
-        """Run a preparation; its fault is this request's alone."""
-        error: AneuronError
-        try:
-            await preparation()
-        except AneuronError as fault:
-            error = fault
-        except Exception as fault:  # noqa: BLE001  one of the three task bodies
-            error = InternalError(f"preparing the prompt failed: {fault}")
-            error.__cause__ = fault
-        else:
-            return
-        if request.state is RequestState.NEW:
-            self._finish_new(request, FinishReason.ERROR, error=error)
-
-    def _prepared(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._num_preparing -= 1
-        self.notify()
-
-    def admit(self, request: Request, prompt_ids: np.ndarray) -> None:
-        """Queue a request whose prompt is known; int32 [tokens]."""
-        request.prompt_ids = prompt_ids
-        self._num_prompt_tokens += len(prompt_ids)
-        self._num_watched += request.watch is not None
-        self.scheduler.add(request)
-        self.notify()
-
-    def end(self, request: Request, reason: FinishReason, abort_reason: AbortReason) -> None:
-        """End a request from outside; no token of it is given out after this."""
-        given = abort_reason if reason is FinishReason.ABORT else None
-        is_new = request.state is RequestState.NEW
-        finish = self._finish_new if is_new else self.scheduler.finish
-        finish(request, reason, abort_reason=given)
-        self.notify()
-
-    def _finish_new(self, request: Request, reason: FinishReason, **facts: Any) -> None:
-        request.finish(reason, now_s=self.scheduler.clock(), **facts)
-        request.release()
-
-    def _forget(self, request: Request) -> None:
-        self._num_generated += len(request.output_ids)
-        self._num_watched -= request.watch is not None and request.prompt_ids is not None
-        del self.requests[request.name]
 
     # ── the step loop ───────────────────────────────────────────────────────────────────
 
@@ -273,7 +201,7 @@ class EngineCore:
         held_up_s: float | None = None
         while True:
             if self._num_in_flight < self.depth:
-                begun_s = monotonic()
+                begun_s = self._clock()
                 plan = self.scheduler.schedule()
                 if plan is not None:
                     self._note_plan(plan, begun_s, held_up_s)
@@ -284,7 +212,7 @@ class EngineCore:
 
     def _note_plan(self, plan: SchedulerOutput, begun_s: float, held_up_s: float | None) -> None:
         record = plan.record
-        record.begun_s, record.scheduled_s = begun_s, monotonic()
+        record.begun_s, record.scheduled_s = begun_s, self._clock()
         self.timeline.add(record)
         if held_up_s is not None:
             wait = Break(BreakReason.DRAIN, held_up_s, record.scheduled_s)
@@ -314,16 +242,16 @@ class EngineCore:
 
     def _take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Let the scheduler have a step's tokens, look for stop strings, wake consumers."""
-        record, num_watched = plan.record, self._num_watched  # those that end here, too
+        record, num_watched = plan.record, self.intake.num_watched  # those that end here, too
         updated = self.scheduler.update_from_output(plan, output)
         self._changed.set()  # before the consumers: the device waits for none of them
-        record.applied_s = monotonic()
+        record.applied_s = self._clock()
         for request in updated if num_watched else ():
             if request.watch is not None:
                 self._watch(request)
-        record.detokenized_s = monotonic()
+        record.detokenized_s = self._clock()
         wake(updated)
-        record.delivered_s = monotonic()
+        record.delivered_s = self._clock()
         self.timeline.finish(record)
 
     def _watch(self, request: Request) -> None:
@@ -348,7 +276,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Nothing is prepared, runs, waits or is in flight."""
-        return not (self._num_in_flight or self._num_preparing) and self.scheduler.is_empty
+        return not (self._num_in_flight or self.intake.num_preparing) and self.scheduler.is_empty
 
     def notify(self) -> None:
         """Something changed (a request came or went, a step ended): look again."""
@@ -365,8 +293,8 @@ class EngineCore:
     def records(self) -> dict[str, int]:
         """Return how many per-request records are kept, by kind; all 0 when idle."""
         return {
-            "names": len(self.requests),
-            "prompts": self._num_preparing,
+            "names": len(self.intake.requests),
+            "prompts": self.intake.num_preparing,
             "scheduled": self.scheduler.num_held,
             **self.runner.records(),
         }
@@ -381,20 +309,22 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts."""
-        scheduler, flow = self.scheduler, self.runner.stats
+        scheduler, flow, kv = self.scheduler, self.runner.stats, self.scheduler.kv
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             in_flight_steps=self._num_in_flight,
-            num_blocks=scheduler.kv.num_blocks,
-            free_blocks=scheduler.kv.num_free,
+            num_blocks=kv.num_blocks,
+            free_blocks=kv.num_free,
+            cached_blocks=kv.num_cached,
+            prefix_cache_queries=kv.num_queries,
+            prefix_cache_hits=kv.num_hits,
             preemptions=scheduler.num_preemptions,
             steps=flow.steps,
             decode_steps=flow.decode_steps,
             async_steps=flow.async_steps,
             sync_fallback_steps=flow.sync_fallback_steps,
             breaks=flow.breaks(),
-            prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generated
-            + sum(len(one.output_ids) for one in self.requests.values()),
+            prompt_tokens=self.intake.num_prompt_tokens,
+            generation_tokens=self.intake.num_generated,
         )

@@ -1,4 +1,4 @@
-"""The front door: `Engine` and `open`.
+"""The front door: `Engine`.
 
 Comes in: a model name and requests. Goes out: streams. Opening starts one supervisor task,
 the engine's only task of its own; in it runs the TaskGroup with the step loop and the
@@ -14,14 +14,16 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from aneuron.completions import CompletionStream
+import numpy as np
+
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
-from aneuron.params import SamplingParams
+from aneuron.params import SamplingParams, check_deadline, check_n, check_priority
 from aneuron.prompt import (
+    check_choices,
     check_length,
     check_vocabulary,
     tokenize,
@@ -29,23 +31,26 @@ from aneuron.prompt import (
     validate_text,
     validate_token_ids,
 )
-from aneuron.request import Request
+from aneuron.request import make_request
 from aneuron.stream import Consumers, StopWatch, TokenStream
+from aneuron.stream.many import CompletionStream
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from aneuron.device import Device, Model
     from aneuron.models.catalog import Progress
-    from aneuron.outputs import EngineStats, ModelSpec
+    from aneuron.outputs import EngineStats
+    from aneuron.plans import ModelSpec
     from aneuron.prompt import Messages, Tokenizer
+    from aneuron.request import Request
     from aneuron.timeline import Timeline
 
-__all__ = ["Engine", "open_engine"]
+__all__ = ["Engine"]
 
 _NOT_OPEN = "the engine is not open: use `async with`, or await open()"
-_MANY_WINDOW = 2  # prompts that generate_many submits, per sequence that can run
+_MANY_WINDOW = 2  # choices that generate_many submits, per sequence that can run
 
 
 class _State(Enum):
@@ -197,6 +202,8 @@ class Engine:
         *,
         prompt_token_ids: Iterable[int] | None = None,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
         **sampling: Any,
     ) -> TokenStream:
         """Submit a prompt; the engine starts at once, also if nobody iterates.
@@ -206,6 +213,8 @@ class Engine:
             params: what to sample; keyword arguments are laid over it.
             prompt_token_ids: the prompt as ids.
             request_id: your name for it, free again when it ends.
+            priority: less is sooner; needs `scheduling_policy="priority"`.
+            deadline_s: seconds from now, after which it is aborted (reason "deadline").
             sampling: fields of `SamplingParams`.
 
         Returns:
@@ -214,6 +223,7 @@ class Engine:
         Raises:
             InvalidRequest: a field is wrong; `param` names it.
             ContextTooLong: the ids do not fit.
+            Overloaded: too many requests wait (`max_waiting`).
             EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
             RuntimeError: called outside the engine's event loop.
         """
@@ -221,11 +231,12 @@ class Engine:
         if (prompt is None) == (prompt_token_ids is None):
             raise InvalidRequest("give either prompt or prompt_token_ids", param="prompt")
         params = SamplingParams.build(params, sampling)
+        made = self._make_request(params, request_id, priority)
         if prompt is not None:
-            return self._submit(validate_text(prompt), None, params, request_id)
+            return self._submit(made, validate_text(prompt), deadline_s)
         ids = validate_token_ids(prompt_token_ids, vocab_size=self.spec.vocab_size)
-        self._check_length(len(ids), param="prompt_token_ids")
-        return self._submit(None, ids, params, request_id)
+        self._check_length(len(ids), params, param="prompt_token_ids")
+        return self._submit(made, ids, deadline_s)
 
     def chat(
         self,
@@ -233,6 +244,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
         **sampling: Any,
     ) -> TokenStream:
         """Submit a conversation, rendered with the model's chat template.
@@ -241,6 +254,8 @@ class Engine:
             messages: dicts with "role" and "content", oldest first.
             params: what to sample.
             request_id: your name for it.
+            priority: as in `generate`.
+            deadline_s: likewise.
             sampling: fields of `SamplingParams`.
 
         Returns and raises what `generate` does; a template complains at the first await.
@@ -248,7 +263,8 @@ class Engine:
         self._check_open()
         params = SamplingParams.build(params, sampling)
         validate_messages(messages)
-        return self._submit([dict(message) for message in messages], None, params, request_id)
+        made = self._make_request(params, request_id, priority)
+        return self._submit(made, [dict(message) for message in messages], deadline_s)
 
     def generate_many(
         self,
@@ -275,59 +291,54 @@ class Engine:
                 return self.generate(prompt, params)
             return self.generate(prompt_token_ids=prompt, params=params)
 
-        window = _MANY_WINDOW * self.config.max_num_seqs
+        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
+        window = _MANY_WINDOW * self.config.max_num_seqs // params.n
         return CompletionStream(prompts, submit, self.consumers, window=window)
 
+    def _make_request(self, params: SamplingParams, name: str | None, priority: int) -> Request:
+        """Return a request that nothing knows of yet, with its choices."""
+        check_priority(priority, policy=self.config.scheduling_policy)
+        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
+        return make_request(self._ids, name, params, arrival_s=self.loop.time(), priority=priority)
+
     def _submit(
-        self,
-        prompt: str | Messages | None,
-        ids: Any,
-        params: SamplingParams,
-        name: str | None,
+        self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
     ) -> TokenStream:
-        number = next(self._ids)
-        name = f"req-{number}" if name is None else name
-        if not name or type(name) is not str:
-            raise InvalidRequest("request_id must be a non-empty string", param="request_id")
-        if name in self._core.requests:
-            raise InvalidRequest(
-                f"request_id {name!r} is in use by a request that has not ended",
-                param="request_id",
-                request_id=name,
-            )
-        request = Request(number, name, params, arrival_s=self.loop.time())
-        if prompt is None:
-            self._watch(request, ids)  # may raise: before anything knows of it
-            self._core.register(request)
-            self._core.admit(request, ids)
+        intake = self._core.intake
+        check_deadline(deadline_s)
+        if isinstance(prompt, np.ndarray):
+            self._watch(request, prompt)  # may raise: before anything knows of it
+            intake.register(request, deadline_s=deadline_s)
+            intake.admit(request, prompt)
         else:
-            self._core.register(request, partial(self._prepare, request, prompt))
+            intake.register(request, deadline_s=deadline_s)
+            intake.prepare(request, partial(self._prepare, request, prompt))
         return TokenStream(self, request)
 
     async def _prepare(self, request: Request, prompt: str | Messages) -> None:
         param = "prompt" if isinstance(prompt, str) else "messages"
-        check = partial(self._check_length, param=param)
+        check = partial(self._check_length, params=request.params, param=param)
         ids = await tokenize(self.tokenizer, prompt, check=check)
         check_vocabulary(ids, vocab_size=self.spec.vocab_size, param=param)
         if not request.is_finished:
             self._watch(request, ids)
-            self._core.admit(request, ids)
+            self._core.intake.admit(request, ids)
 
-    def _watch(self, request: Request, ids: Any) -> None:
-        if request.params.stop:
-            request.watch = StopWatch.of(self.tokenizer, ids, request.params)
+    def _watch(self, request: Request, ids: np.ndarray) -> None:
+        for one in request.choices if request.params.stop else ():
+            one.watch = StopWatch.of(self.tokenizer, ids, request.params)
 
     def abort(self, request_id: str) -> None:
         """End a request by name; no token of it comes after this. Unknown names do nothing."""
         self._check_loop()
-        if (request := self._core.requests.get(request_id)) is not None:
+        if (request := self._core.intake.requests.get(request_id)) is not None:
             self.end(request, FinishReason.ABORT)
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End a request from outside (for streams): ABORT forgets, STOP keeps."""
         # Not one that ended, nor one of a loop that was closed before this core's.
-        if self._core.requests.get(request.name) is request:
-            self._core.end(request, reason, AbortReason.CLIENT)
+        if self._core.intake.requests.get(request.name) is request:
+            self._core.intake.end(request, reason, AbortReason.CLIENT)
 
     # ── looking in ──────────────────────────────────────────────────────────────────────
 
@@ -344,6 +355,11 @@ class Engine:
         """Return a snapshot of counts; `EngineClosed` if the engine was never open."""
         return self._opened_core().stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of all cached blocks; running requests are not touched."""
+        self._check_open()
+        self._core.scheduler.kv.reset()
+
     @property
     def device(self) -> Device:
         """The device of the open engine."""
@@ -359,9 +375,10 @@ class Engine:
             raise EngineClosed(_NOT_OPEN)
         return self._core
 
-    def _check_length(self, num_tokens: int, *, param: str) -> None:
-        capacity = self._core.scheduler.kv.capacity
-        check_length(num_tokens, max_model_len=self._max_model_len, capacity=capacity, param=param)
+    def _check_length(self, num_tokens: int, params: SamplingParams, *, param: str) -> None:
+        kv, limit = self._core.scheduler.kv, self._max_model_len
+        check_length(num_tokens, max_model_len=limit, capacity=kv.capacity, param=param)
+        check_choices(num_tokens, params.n, block_size=kv.block_size, num_blocks=kv.num_blocks)
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
@@ -377,24 +394,3 @@ class Engine:
             if asyncio.get_running_loop() is self.loop:
                 return
         raise RuntimeError(f"the engine belongs to the event loop {self.loop!r}: call it there")
-
-
-class _Opening:
-    """What `aneuron.open()` returns: await it for an open engine, or enter it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __await__(self) -> Generator[Any, None, Engine]:
-        return self._engine.open().__await__()
-
-    async def __aenter__(self) -> Engine:
-        return await self._engine.open()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.aclose()
-
-
-def open_engine(model: str | os.PathLike[str] | Model, **options: Any) -> _Opening:
-    """Return an `Engine` to await (close it with `aclose()`) or to enter; same arguments."""
-    return _Opening(Engine(model, **options))

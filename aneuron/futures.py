@@ -46,7 +46,7 @@ class DeviceFuture:
             device's threads only.
         device_error: the fault that a following launch inherits; likewise.
         device_start_s, device_end_s: when its program ran, in seconds of
-            `time.monotonic()`; NaN before it has. Written by the device's thread.
+            its clock; NaN before it has. Written by the device's thread.
         read_s: when the value or the fault was on the loop; NaN before.
     """
 
@@ -66,6 +66,7 @@ class DeviceFuture:
         shape: tuple[int, ...],
         dtype: str,
         reader: Callable[[DeviceFuture], None] | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Make a pending future that belongs to `loop`.
 
@@ -74,10 +75,12 @@ class DeviceFuture:
             shape: of the value.
             dtype: of the value.
             reader: asks the device for the host value; None: it comes by itself.
+            clock: for `read_s`, in seconds.
         """
         self.shape = shape
         self.dtype = dtype
         self._loop = loop
+        self._clock = clock
         self._reader = reader
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -173,7 +176,7 @@ class DeviceFuture:
         self._done = True
         self._value = value
         self._error = error
-        self.read_s = monotonic()
+        self.read_s = self._clock()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -256,9 +259,10 @@ class Watchdog:
     One timer, set once per time-out and not per step; none while nothing is in flight.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = monotonic) -> None:
         """Make one that allows a step `timeout_s` seconds after the step before."""
         self.timeout_s = timeout_s
+        self._clock = clock
         self._late = DeviceLost(f"no step has finished for {timeout_s:g} s (step_timeout_s)")
         self._watched: Failable | None = None
         self._since_s = 0.0
@@ -266,7 +270,7 @@ class Watchdog:
 
     def watch(self, step: Failable) -> None:
         """Note that this step is waited for from now on."""
-        self._watched, self._since_s = step, monotonic()
+        self._watched, self._since_s = step, self._clock()
         if self._timer is None:
             self._set(self.timeout_s)
 
@@ -288,7 +292,7 @@ class Watchdog:
     def _judge(self, turns: int) -> None:
         if self._watched is None or self._timer is not None:
             return
-        left_s = self._since_s + self.timeout_s - monotonic()
+        left_s = self._since_s + self.timeout_s - self._clock()
         if left_s > 0:
             self._set(left_s)
         elif turns:

@@ -1,47 +1,137 @@
-"""Blocks of the KV pool: who holds which, and which are free.
+"""Blocks of the KV pool: who holds which, which are free, and whose content is known.
 
 The scheduler alone calls this, on the loop. Block 0 is the null block: padding reads and
 writes it, no request ever gets it.
+
+A full block whose content has been written, by steps that have resolved, can be found again
+by that content (prefix caching): a later prompt that begins alike shares it in place of
+computing it. Blocks are named by a keyed hash over the block before and their own ids, so
+nobody can make two contents with one name. A block that nobody holds keeps its content until
+it is needed: the least recently used goes first.
 """
 
 from __future__ import annotations
 
+import os
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from aneuron.request import Request
 
 __all__ = ["KVCacheManager"]
 
+_ID_BYTES = 4  # int32
+_DIGEST_BYTES = 32
+
 
 class KVCacheManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens, held by slots."""
+    """A pool of `num_blocks` blocks of `block_size` tokens, held by slots.
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    Attributes:
+        num_held: int64 [slots], blocks that each slot holds.
+        version: counts changes of what can be found, and of who holds what was found.
+        num_queries, num_hits: prompt tokens looked up, and found, so far.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, *, prefix_caching: bool = True
+    ) -> None:
         """Make a pool in which every block is free."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.capacity = num_blocks * block_size  # tokens
+        self.prefix_caching = prefix_caching
         # Last in, first out: a block handed on too early is overwritten at once, and a
         # test that looks for that finds it.
         self._free = list(range(num_blocks, 0, -1))
+        self._idle: dict[int, None] = {}  # content known, held by nobody; oldest use first
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self.num_held = np.zeros(num_slots, np.int64)
+        self._sharers: dict[int, int] = {}  # holders of a block beyond the first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._num_offered = [0] * num_slots  # leading blocks whose content is known, or shared
+        self._epoch_of = [0] * num_slots
+        self._epoch = 0  # counts resets: what was written in another one is not offered
+        self._key = b""
+        self._renew_key()
+        self.num_queries = self.num_hits = self.version = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content can be found."""
+        return len(self._block_of)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, slot: int, count: int) -> np.ndarray | None:
-        """Give `count` blocks to a slot; int32 [count], or None, and nothing, if short."""
-        if count > len(self._free):
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """Return how many of these nobody holds."""
+        return sum(block in self._idle for block in blocks)
+
+    def num_freed_by(self, slots: Iterable[int]) -> int:
+        """Return how many blocks come free when all these slots give theirs back."""
+        if not self._sharers:
+            return int(sum(len(self._held[slot]) for slot in slots))
+        seen: dict[int, int] = {}
+        for slot in slots:
+            for block in self._held[slot]:
+                seen[block] = seen.get(block, 0) + 1
+        return sum(count > self._sharers.get(block, 0) for block, count in seen.items())
+
+    # ── taking and giving back ──────────────────────────────────────────────────────────
+
+    def allocate(self, slot: int, count: int, found: Sequence[int] = ()) -> np.ndarray | None:
+        """Give a slot that holds nothing the blocks found for it, and `count` free ones.
+
+        Args:
+            slot: of the new holder.
+            count: of free blocks.
+            found: what `find` returned for it, just now.
+
+        Returns:
+            int32 [len(found) + count]; or None, and nothing is given, if too few are free.
+        """
+        if count + self.num_idle(found) > self.num_free:
             return None
-        blocks = [self._free.pop() for _ in range(count)]
-        self._held[slot] += blocks
-        self.num_held[slot] += count
+        self.version += 1
+        for block in found:
+            if block in self._idle:
+                del self._idle[block]
+            else:
+                self._sharers[block] = self._sharers.get(block, 0) + 1
+        blocks = [*found, *self._take(count)]
+        self._held[slot] = blocks
+        self.num_held[slot] = len(blocks)
+        self._num_offered[slot] = len(found)
+        self._epoch_of[slot] = self._epoch
         return np.array(blocks, np.int32)
+
+    def share(self, slot: int, owner: int, num_tokens: int) -> np.ndarray | None:
+        """Give a slot the blocks that `num_tokens` tokens of another fill, and one to copy to.
+
+        Returns:
+            int32 [blocks]; the last is a free one if it is not filled. None if none is free.
+        """
+        num_full, rest = divmod(num_tokens, self.block_size)
+        blocks = self.allocate(slot, 1 if rest else 0, self._held[owner][:num_full])
+        self._epoch_of[slot] = self._epoch_of[owner]
+        return blocks
+
+    def blocks_of(self, slot: int) -> np.ndarray:
+        """Return the blocks that a slot holds, int32 [blocks]."""
+        return np.array(self._held[slot], np.int32)
 
     def extend(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give one block to each of these slots, int64 [n]; as many must be free.
@@ -49,7 +139,7 @@ class KVCacheManager:
         Returns:
             columns in the slots' block tables, int64 [n], and the blocks, int32 [n].
         """
-        blocks = [self._free.pop() for _ in range(len(slots))]
+        blocks = self._take(len(slots))
         for slot, block in zip(slots.tolist(), blocks, strict=True):
             self._held[slot].append(block)
         columns = self.num_held[slots]
@@ -57,7 +147,89 @@ class KVCacheManager:
         return columns, np.array(blocks, np.int32)
 
     def free(self, slot: int) -> None:
-        """Take all blocks of a slot back."""
-        self._free += reversed(self._held[slot])
+        """Take all blocks of a slot back; content that is known stays until it is needed."""
+        self.version += 1
+        for block in reversed(self._held[slot]):  # the ends of contents are forgotten first
+            sharers = self._sharers.pop(block, 0)
+            if sharers > 1:
+                self._sharers[block] = sharers - 1
+            elif not sharers and block in self._digest_of:
+                self._idle[block] = None
+            elif not sharers:
+                self._free.append(block)
         self._held[slot] = []
         self.num_held[slot] = 0
+
+    def _take(self, count: int) -> list[int]:
+        free, idle = self._free, self._idle
+        while len(free) < count:
+            block = next(iter(idle))
+            self.version += 1
+            del idle[block]
+            del self._block_of[self._digest_of.pop(block)]
+            free.append(block)
+        return [free.pop() for _ in range(count)]
+
+    # ── content ─────────────────────────────────────────────────────────────────────────
+
+    def find(self, request: Request, token_ids: np.ndarray) -> list[int]:
+        """Return the blocks that hold the beginning of these tokens, int32 [n].
+
+        At least one token is left out: without computing one there is nothing to sample from.
+        """
+        if not self.prefix_caching:
+            return []
+        found: list[int] = []
+        ids = token_ids.data.cast("B")
+        for index in range((len(token_ids) - 1) // self.block_size):
+            block = self._block_of.get(self._digest(request, ids, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def note_lookup(self, num_tokens: int, num_found: int) -> None:
+        """Count a prompt that was admitted, and how many of its tokens had been found."""
+        self.num_queries += num_tokens
+        self.num_hits += num_found
+
+    def offer(self, slot: int, request: Request, num_tokens: int) -> None:
+        """Let the slot's full blocks be found: `num_tokens` of its request are in them."""
+        offered, num_full = self._num_offered[slot], num_tokens // self.block_size
+        if num_full <= offered or not self.prefix_caching or self._epoch_of[slot] != self._epoch:
+            return
+        self._num_offered[slot] = num_full
+        self.version += 1
+        ids, blocks = request.token_ids().data.cast("B"), self._held[slot]
+        for index in range(offered, num_full):
+            digest = self._digest(request, ids, index)
+            if digest not in self._block_of:  # else the same was computed twice: one is enough
+                self._block_of[digest] = blocks[index]
+                self._digest_of[blocks[index]] = digest
+
+    def reset(self) -> None:
+        """Forget all content; holders keep their blocks, which are not offered any more."""
+        self._free += self._idle
+        for known in (self._idle, self._block_of, self._digest_of):
+            known.clear()
+        self._epoch += 1
+        self.version += 1
+        self._renew_key()
+
+    def _renew_key(self) -> None:
+        self._key = os.urandom(_DIGEST_BYTES)
+
+    def _digest(self, request: Request, ids: memoryview, index: int) -> bytes:
+        """Return the name of a request's block; those before it are made once."""
+        if request.digest_epoch != self._epoch:
+            request.digest_epoch = self._epoch
+            request.block_digests = []
+        digests, size = request.block_digests, self.block_size * _ID_BYTES
+        while len(digests) <= index:
+            begin = len(digests) * size
+            hashed = blake2b(
+                digests[-1] if digests else b"", digest_size=_DIGEST_BYTES, key=self._key
+            )
+            hashed.update(ids[begin : begin + size])
+            digests.append(hashed.digest())
+        return digests[index]

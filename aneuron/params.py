@@ -18,7 +18,14 @@ from aneuron.errors import InvalidRequest
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["STATE_COLUMNS", "SamplingParams", "num_likeliest"]
+__all__ = [
+    "STATE_COLUMNS",
+    "SamplingParams",
+    "check_deadline",
+    "check_n",
+    "check_priority",
+    "num_likeliest",
+]
 
 # What executables read of a request, beside its tokens: a column each, by name, and its dtype.
 STATE_COLUMNS = {
@@ -33,6 +40,7 @@ STATE_COLUMNS = {
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_IDS = 64
+_MAX_DEADLINE_S = 1e6  # loops cannot set a timer for much later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +55,12 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches this share, in (0, 1].
         min_p: drop tokens less likely than this share of the most likely, in [0, 1].
         seed: the noise is a function of (seed, position), so a seeded request repeats;
-            `None` draws a seed.
+            `None` draws a seed. Choice i of several has seed + i.
         stop: strings that end the answer; the match itself is not part of the text.
         include_stop: keep the matched string in the text.
         stop_token_ids: ids that end the answer, beside the model's own end ids.
         ignore_eos: do not end at the model's own end ids.
+        n: how many answers (choices) to give to the prompt, which is computed once.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -69,6 +78,7 @@ class SamplingParams:
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -87,9 +97,10 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidRequest("top_p must be over 0", param="top_p")
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_int("n", self.n, low=1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        for name in ("max_tokens", "min_tokens", "top_k", "seed"):  # numpy's would overflow
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "n"):  # numpy's would overflow
             value = getattr(self, name)
             if type(value) is not int and value is not None:
                 object.__setattr__(self, name, int(value))
@@ -121,11 +132,11 @@ class SamplingParams:
             return cls(**sampling)
         return replace(params, **sampling) if sampling else params
 
-    def noise_seed(self) -> int:
-        """Return the seed of the noise as an int64: the given one, or a fresh one."""
+    def noise_seed(self, choice: int = 0) -> int:
+        """Return the seed of a choice's noise as an int64: from the given one, or a fresh one."""
         if self.seed is None:
             return _NOISE.getrandbits(63)
-        return (self.seed + 2**63) % 2**64 - 2**63
+        return (self.seed + choice + 2**63) % 2**64 - 2**63
 
 
 # Seeds of requests without one; not a secret, and urandom would take 10 us each.
@@ -184,6 +195,43 @@ def _check_stop_ids(ids: object) -> tuple[int, ...]:
     for token_id in ids:
         _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
     return tuple(int(token_id) for token_id in ids)
+
+
+def check_priority(priority: int, *, policy: str) -> None:
+    """Check the priority of a request.
+
+    Raises:
+        InvalidRequest: it is no integer, or the engine's policy takes no notice of it.
+    """
+    _check_int("priority", priority, low=-(2**31), high=2**31 - 1)
+    if priority and policy != "priority":
+        raise InvalidRequest(
+            f"priority needs an engine with scheduling_policy='priority'; this one has {policy!r}",
+            param="priority",
+        )
+
+
+def check_n(n: int, *, max_num_seqs: int) -> None:
+    """Check that all choices of a request can run at the same time.
+
+    Raises:
+        InvalidRequest: they cannot.
+    """
+    if n > max_num_seqs:
+        raise InvalidRequest(f"n {n} is over max_num_seqs {max_num_seqs}", param="n")
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Check the deadline of a request, in seconds from now.
+
+    Raises:
+        InvalidRequest: it is not over 0.
+    """
+    if deadline_s is None:
+        return
+    _check_float("deadline_s", deadline_s, low=0.0, high=_MAX_DEADLINE_S)
+    if deadline_s == 0:
+        raise InvalidRequest("deadline_s must be over 0", param="deadline_s")
 
 
 def num_likeliest(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> int | None:

@@ -24,6 +24,7 @@ __all__ = [
     "Messages",
     "StreamDecoder",
     "Tokenizer",
+    "check_choices",
     "check_length",
     "check_vocabulary",
     "tokenize",
@@ -241,6 +242,27 @@ def check_length(
         f"of which the answer needs at least one",
         param=param,
     )
+
+
+def check_choices(num_tokens: int, num_choices: int, *, block_size: int, num_blocks: int) -> None:
+    """Check that all choices of a request can begin at the same time.
+
+    Args:
+        num_tokens: of the prompt, which they share.
+        num_choices: each with a block of its own where the prompt does not fill its last one.
+        block_size: tokens in a block.
+        num_blocks: of the KV pool.
+
+    Raises:
+        InvalidRequest: they cannot.
+    """
+    own = num_choices - 1 if num_tokens % block_size else 0
+    if -(-num_tokens // block_size) + own > num_blocks:
+        raise InvalidRequest(
+            f"a prompt of {num_tokens} tokens and {num_choices} choices need more blocks than the "
+            f"KV pool's {num_blocks}",
+            param="n",
+        )
 
 
 def check_vocabulary(ids: npt.NDArray[np.int32], *, vocab_size: int, param: str = "prompt") -> None:

@@ -11,17 +11,19 @@ from array import array
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from aneuron.errors import InvalidRequest
+
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable
-
-    import numpy as np
+    from collections.abc import Callable, Iterable, Iterator
 
     from aneuron.errors import AneuronError
     from aneuron.outputs import AbortReason, FinishReason
     from aneuron.params import SamplingParams
 
-__all__ = ["Request", "RequestState", "TextWatch", "wake"]
+__all__ = ["Request", "RequestState", "TextWatch", "make_request", "wake"]
 
 
 class RequestState(Enum):
@@ -45,40 +47,70 @@ class Request:
     """One submission: prompt, what it asks for, its output columns and its end."""
 
     __slots__ = (
-        "_end_waiter",
         "_release_waiters",
         "abort_reason",
         "arrival_s",
+        "block_digests",
+        "cached_tokens",
+        "choice",
+        "digest_epoch",
         "error",
         "finish_reason",
         "finished_s",
         "first_scheduled_s",
         "first_token_s",
+        "forks",
         "is_released",
         "last_is_end_id",
         "name",
         "on_finish",
         "output_ids",
         "params",
+        "priority",
         "prompt_ids",
         "request_id",
         "seed",
         "slot",
         "state",
         "stop_reason",
+        "unforked",
         "waiter",
         "watch",
     )
 
     def __init__(
-        self, request_id: int, name: str, params: SamplingParams, *, arrival_s: float
+        self,
+        request_id: int,
+        name: str,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        choice: int = 0,
     ) -> None:
-        """Make a new request; `request_id` is internal and unique, `name` the caller's."""
+        """Make a new request.
+
+        Args:
+            request_id: internal, unique, in the order of the calls.
+            name: the caller's.
+            params: what to sample.
+            arrival_s: when the call was made, on the scheduler's clock.
+            priority: less is sooner.
+            choice: which of the `params.n` answers it is; each is a request of its own.
+        """
         self.request_id = request_id
         self.name = name
         self.params = params
-        self.seed = params.noise_seed()
+        self.seed = params.noise_seed(choice)
         self.arrival_s = arrival_s
+        self.priority = priority
+        self.choice = choice
+        # Choice 0 has the others, and computes the prompt for all.
+        self.forks: tuple[Request, ...] = ()
+        self.unforked: tuple[Request, ...] = ()  # the same until the prompt is computed
+        self.cached_tokens: int | None = None  # of the prompt; None before it is scheduled
+        self.block_digests: list[bytes] = []  # of its leading full blocks, as far as known
+        self.digest_epoch = -1  # of the cache that they belong to
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
@@ -95,11 +127,15 @@ class Request:
         self.last_is_end_id = False  # ended by an end or stop id, which shows no text
         self.on_finish: list[Callable[[Request], None]] = []
         self.waiter: asyncio.Future[None] | None = None  # the consumer's, for its next token
-        self._end_waiter: asyncio.Future[None] | None = None
         self._release_waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         return f"<Request {self.name} {self.state.name} {len(self.output_ids)} tokens>"
+
+    @property
+    def choices(self) -> tuple[Request, ...]:
+        """All answers to its prompt, from the first one's point of view."""
+        return (self, *self.forks)
 
     @property
     def is_finished(self) -> bool:
@@ -110,6 +146,13 @@ class Request:
     def prompt_len(self) -> int:
         """Tokens of the prompt; 0 while it is not known."""
         return 0 if self.prompt_ids is None else len(self.prompt_ids)
+
+    def token_ids(self) -> np.ndarray:
+        """Return prompt and output so far, int32 [tokens]; not to be written to."""
+        assert self.prompt_ids is not None, "its prompt is not known yet"
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.asarray(self.output_ids, np.int32)])
 
     def finish(
         self,
@@ -126,8 +169,6 @@ class Request:
         self.stop_reason, self.abort_reason, self.error = stop_reason, abort_reason, error
         self.finished_s = now_s
         wake((self,))
-        if self._end_waiter is not None and not self._end_waiter.done():
-            self._end_waiter.set_result(None)
         for callback in self.on_finish:
             callback(self)
         self.on_finish.clear()
@@ -150,12 +191,6 @@ class Request:
                 waiter.set_result(None)
         self._release_waiters.clear()
 
-    async def wait_end(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until it is finished; for one waiter at a time."""
-        if not self.is_finished:
-            self._end_waiter = loop.create_future()
-            await self._end_waiter
-
     async def wait_released(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait until slot and blocks are free."""
         if not self.is_released:
@@ -166,6 +201,39 @@ class Request:
             finally:
                 if waiter in self._release_waiters:
                     self._release_waiters.remove(waiter)
+
+
+def make_request(
+    ids: Iterator[int],
+    name: str | None,
+    params: SamplingParams,
+    *,
+    arrival_s: float,
+    priority: int = 0,
+) -> Request:
+    """Return the request of a call: choice 0, which has the others.
+
+    Args:
+        ids: internal ids to come.
+        name: the caller's, or None for one of ours.
+        params: what to sample, and how many choices.
+        arrival_s: when the call was made, on the scheduler's clock.
+        priority: less is sooner.
+
+    Raises:
+        InvalidRequest: the name is no name.
+    """
+    number = next(ids)
+    name = f"req-{number}" if name is None else name
+    if not name or type(name) is not str:
+        raise InvalidRequest("request_id must be a non-empty string", param="request_id")
+    numbers = (number, *(next(ids) for _ in range(params.n - 1)))
+    first, *others = (
+        Request(one, name, params, arrival_s=arrival_s, priority=priority, choice=choice)
+        for choice, one in enumerate(numbers)
+    )
+    first.forks = first.unforked = tuple(others)
+    return first
 
 
 def wake(requests: Iterable[Request]) -> None:

@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
+from aneuron.clock import clock_of
 from aneuron.errors import DeviceError
-from aneuron.outputs import Break, BreakReason, BreakStats, ModelRunnerOutput
+from aneuron.outputs import BreakStats
+from aneuron.plans import Break, BreakReason, ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aneuron.batch import InputBatch, Launch
     from aneuron.carry import Carry
     from aneuron.device import Device, Model
     from aneuron.futures import DeviceFuture
-    from aneuron.outputs import ModelInput, SchedulerOutput, StepRecord
+    from aneuron.plans import ModelInput, SchedulerOutput, StepRecord
 
 __all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner"]
 
@@ -230,6 +234,7 @@ class ModelRunner:
         self.is_output_rank = is_output_rank
         self._is_read = is_output_rank or carry.reads_all_ranks
         self.last_break: Break | None = None  # of the step launched last
+        self._clock: Callable[[], float] = monotonic
         self.stats = FlowStats()
         self.async_execution_buffer = AsyncExecutionBuffer()
         self._executed: tuple[SchedulerOutput, Launch, DeviceFuture] | None = None
@@ -269,6 +274,7 @@ class ModelRunner:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the device; see `Device.start`."""
+        self._clock = clock_of(loop)
         self.device.start(loop)
 
     def close(self) -> list[DeviceFuture]:
@@ -294,14 +300,14 @@ class ModelRunner:
         Cancelled, the engine is closing: the step stays with the materializer.
         """
         assert pending is not None
-        start_s = monotonic()
+        start_s = self._clock()
         await pending.settle()
-        self._note_break(plan, Break(reason, start_s, monotonic()))
+        self._note_break(plan, Break(reason, start_s, self._clock()))
 
     def _remap(
         self, plan: SchedulerOutput, tokens: DeviceFuture, order: np.ndarray
     ) -> DeviceFuture:
-        now_s = monotonic()
+        now_s = self._clock()
         self._note_break(plan, Break(BreakReason.REORDERED, now_s, now_s))
         return self.device.gather(tokens, order)
 
@@ -312,14 +318,14 @@ class ModelRunner:
 
     def _launch_forward(self, plan: SchedulerOutput, launch: Launch, *, is_async: bool) -> None:
         record = plan.record
-        record.prepared_s = monotonic()
+        record.prepared_s = self._clock()
         executable = self.model.executable(launch.inputs)
         future = self.device.launch(executable, launch.inputs, read=self._is_read)
         self.batch.advance(plan)
         self._executed = (plan, launch, future)
         record.is_async = is_async if self.carry.counts_steps else None
         self.stats.note_step(is_decode=plan.is_decode, is_async=record.is_async)
-        record.launched_s = monotonic()
+        record.launched_s = self._clock()
 
 
 def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from aneuron import Engine, Token, TokenStream
-    from aneuron.outputs import StepRecord
+    from aneuron.plans import StepRecord
     from aneuron.runner import InFlightStep
 
 STEP_S = 0.005

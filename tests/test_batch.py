@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aneuron import SamplingParams
 from aneuron.batch import InputBatch
 from aneuron.config import BatchShape, EngineConfig
-from aneuron.outputs import NewRequest, SchedulerOutput
+from aneuron.plans import NewRequest, SchedulerOutput
 
 NONE = np.zeros(0, np.int32)
 
@@ -50,7 +50,7 @@ def plan(
 ) -> SchedulerOutput:
     return SchedulerOutput(
         1, is_decode, np.array(slots, np.int64), np.array(slots, np.int32),
-        np.array(counts, np.int32), added, removed, (),
+        np.array(counts, np.int32), added, removed, (), (),
         *(np.array(one, np.int32) for one in blocks),
     )  # fmt: skip
 

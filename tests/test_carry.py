@@ -24,7 +24,7 @@ from aneuron.carry import (
     ResidentCarry,
     make_carry,
 )
-from aneuron.outputs import BreakReason
+from aneuron.plans import BreakReason
 from aneuron.testing import Count, no_leaks, sim_engine
 from tests.support import (
     CARRIES,

@@ -25,7 +25,7 @@ from tests.support import (
 )
 
 if TYPE_CHECKING:
-    from aneuron.outputs import StepRecord
+    from aneuron.plans import StepRecord
     from aneuron.request import Request
 
 EOS = 999

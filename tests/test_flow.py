@@ -280,7 +280,7 @@ async def test_decode_goes_on_between_prefills() -> None:
         stream = engine.generate(prompt_token_ids=[10], max_tokens=200)
         await anext(stream)
         before = engine.stats()
-        others = [engine.generate(prompt_token_ids=[5] * 640, max_tokens=1) for _ in range(5)]
+        others = [engine.generate(prompt_token_ids=[n] * 640, max_tokens=1) for n in range(5)]
         await asyncio.gather(*others)
         now = engine.stats()
         prefills = (now.steps - now.decode_steps) - (before.steps - before.decode_steps)

@@ -6,9 +6,6 @@ runs the test that guards it, and expects it to fail; unbroken, the suite runs i
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,27 +15,18 @@ from aneuron.batch import InputBatch
 from aneuron.carry import Feed, HandoffCarry, Remap
 from aneuron.models.simulated import SimModel
 from aneuron.models.slots import SlotState
-from aneuron.outputs import Break
 from aneuron.parallel.ranks import RankStep
+from aneuron.plans import Break
 from aneuron.runner import InFlightStep, ModelRunner
 from aneuron.scheduler import Scheduler
-from aneuron.slots import SlotTable
+from aneuron.scheduler.slots import SlotTable
+from tests.mutating import assert_fails, load_test
 from tests.support import CARRIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def skip_the_guard(patch: pytest.MonkeyPatch) -> None:
@@ -303,17 +291,6 @@ def test_a_mutation_makes_a_named_test_fail(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    function = getattr(load(module), test)
-
-    async def run() -> None:
-        async with asyncio.timeout(8):
-            await function(**arguments)
-
+    function = load_test(module, test)
     mutate(monkeypatch)
-    with pytest.raises(BaseException) as caught:  # noqa: PT011  any failure counts …
-        asyncio.run(run())
-    # … but one of the mutation's own, or of a test that has another signature by now.
-    error: BaseException | None = caught.value
-    while error is not None:
-        assert not isinstance(error, KeyboardInterrupt | TypeError | AttributeError | NameError)
-        error = error.__cause__
+    assert_fails(function, arguments)

@@ -15,7 +15,7 @@ from aneuron import DeviceError, DeviceFuture, DeviceLost
 from aneuron.batch import Launch
 from aneuron.errors import OutOfMemory
 from aneuron.futures import Watchdog
-from aneuron.outputs import BreakReason
+from aneuron.plans import BreakReason
 from aneuron.runner import InFlightStep
 from aneuron.testing import count_engine
 from tests.support import Flow, some_turns

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aneuron import FinishReason, SamplingParams
 from aneuron.errors import OutOfMemory
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+from aneuron.plans import ModelRunnerOutput, SchedulerOutput
 from aneuron.request import Request, RequestState
 from aneuron.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ def scheduled(scheduler: Scheduler) -> SchedulerOutput:
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[Request]:
     """Give every row of a plan whose chunk is its last the same token."""
-    planned = scheduler._computed[plan.slots] >= scheduler._prefill_end[plan.slots]
+    planned = scheduler._prompts.planned[plan.slots] >= scheduler._prompts.end[plan.slots]
     slots = plan.slots[planned]
     return scheduler.update_from_output(
         plan, ModelRunnerOutput(slots, np.full(len(slots), token, np.int32))
@@ -273,7 +273,7 @@ def test_any_order_of_events_ends_with_a_full_pool(
         if plan is not None:
             in_flight.append(plan)
             ends[plan.step_id] = (
-                scheduler._computed[plan.slots] >= scheduler._prefill_end[plan.slots]
+                scheduler._prompts.planned[plan.slots] >= scheduler._prompts.end[plan.slots]
             )
         elif in_flight:
             done = in_flight.pop(0)
@@ -284,8 +284,8 @@ def test_any_order_of_events_ends_with_a_full_pool(
             break
         if choices.random() < 0.02:
             scheduler.finish(choices.choice(requests), FinishReason.ABORT)
-        held = int(scheduler.kv.num_held.sum())
-        assert held + scheduler.kv.num_free == num_blocks
+        held = {block for blocks in scheduler.kv._held for block in blocks}
+        assert len(held) + scheduler.kv.num_free == num_blocks
     assert scheduler.is_empty
     assert scheduler.kv.num_free == num_blocks
     assert scheduler._slots.num_free == max_num_seqs * depth

@@ -9,7 +9,8 @@ import pytest
 
 from aneuron import SamplingParams
 from aneuron.kv_cache import KVCacheManager
-from aneuron.outputs import FinishReason, ModelRunnerOutput, SchedulerOutput
+from aneuron.outputs import FinishReason
+from aneuron.plans import ModelRunnerOutput, SchedulerOutput
 from aneuron.request import Request, RequestState
 from aneuron.scheduler import Scheduler
 
@@ -33,7 +34,7 @@ def scheduler_of(
 
 def added(scheduler: Scheduler, number: int, length: int, **params: Any) -> Request:
     request = Request(number, f"r{number}", SamplingParams(**params), arrival_s=0.0)
-    request.prompt_ids = np.ones(length, np.int32)
+    request.prompt_ids = np.full(length, number, np.int32)
     scheduler.add(request)
     return request
 
@@ -46,7 +47,7 @@ def scheduled(scheduler: Scheduler) -> SchedulerOutput:
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 9) -> list[Request]:
     """Give every row of a plan whose chunk is its last the same token."""
-    planned = scheduler._computed[plan.slots] >= scheduler._prefill_end[plan.slots]
+    planned = scheduler._prompts.planned[plan.slots] >= scheduler._prompts.end[plan.slots]
     slots = plan.slots[planned]
     tokens = np.full(len(slots), token, np.int32)
     return scheduler.update_from_output(plan, ModelRunnerOutput(slots, tokens))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aneuron.errors import DeviceError
-from aneuron.outputs import Break, BreakReason, StepRecord
+from aneuron.plans import Break, BreakReason, StepRecord
 from aneuron.testing import Fault, count_engine
 from aneuron.timeline import RING_STEPS, Gap, Timeline
 from aneuron.timeline.spans import known_times

@@ -1,4 +1,4 @@
-"""The command line: `aneuron run`, `chat`, `trace` and `bench`.
+"""The command line: `aneuron run`, `chat`, `trace`, `bench` and `simulate`.
 
 Comes in: the arguments of a process. Goes out: token text on stdout, everything else on
 stderr, and a status: 0, 1 for a fault of the device or of aneuron, 2 for a wrong argument or
@@ -36,6 +36,11 @@ app.command(
     help="Answer a prompt, and write down when each step reached each stage.",
 )
 app.command("aneuron.cli.bench:bench", name="bench", help="Measure the engine.")
+app.command(
+    "aneuron.cli.simulate:simulate",
+    name="simulate",
+    help="Tell what a fleet would give its users, on virtual time.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aneuron.futures import DeviceFuture
-    from aneuron.outputs import ModelInput, ModelSpec
+    from aneuron.plans import ModelInput, ModelSpec
 
 __all__ = ["Device", "Executable", "Model", "open_device"]
 

@@ -15,7 +15,7 @@ from aneuron.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
 __all__ = ["PROFILES", "Figure", "Profile", "profile"]
 

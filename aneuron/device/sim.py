@@ -1,4 +1,6 @@
-"""The simulated device: a modelled timeline in real time, on threads like any device's.
+"""The simulated device: a modelled timeline, in real time or in virtual time.
+
+In real time it has threads like any device, on a `VirtualClockLoop` none (`virtual.py`).
 
 A program starts at max(end of the program before, arrival of its launch) and ends its
 latency later; oversleeping delays only the read-back, never the timeline. Inputs are read
@@ -18,21 +20,25 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, is_dataclass
+from math import inf
 from threading import get_ident
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aneuron.clock import VirtualClockLoop
 from aneuron.device.profiles import Profile
-from aneuron.device.thread import Job, QueueFull, ThreadDevice
+from aneuron.device.thread import Job, QueueFull
+from aneuron.device.virtual import ModelledDevice
 from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from aneuron.outputs import ModelInput
+    from aneuron.device.thread import JobQueue
+    from aneuron.plans import ModelInput
 
 __all__ = ["Fault", "Latency", "SimDevice", "SimValue"]
 
@@ -102,8 +108,10 @@ class SimValue:
         return self._array
 
 
-class SimDevice(ThreadDevice):
+class SimDevice(ModelledDevice):
     """A device that takes as long, and fails, as told.
+
+    All its times are of one clock: `time.monotonic`, or on a `VirtualClockLoop` the loop's.
 
     Args:
         latency: seconds per program: a number, a `Latency`, a `Profile`, or any function of
@@ -171,11 +179,16 @@ class SimDevice(ThreadDevice):
             checks_inputs=checks_inputs,
         )
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start; the calling thread is the one that must not read values."""
-        self._loop_thread = get_ident()
+    def _open_queue(self, loop: asyncio.AbstractEventLoop) -> JobQueue:
+        is_virtual = isinstance(loop, VirtualClockLoop)
+        clock = loop.time if is_virtual else monotonic
+        if clock != self._clock:  # the end of the latest program is no time of this one
+            self._clock, self.end_s, self._base_end_s = clock, 0.0, 0.0
+        # In real time the thread that starts it must not read values. In virtual time there
+        # is one thread only, which does everything.
+        self._loop_thread = 0 if is_virtual else get_ident()
         self._has_run = False
-        super().start(loop)
+        return super()._open_queue(loop)
 
     def memory_budget(self) -> int:
         """Return 64 MiB."""
@@ -201,6 +214,19 @@ class SimDevice(ThreadDevice):
         _sleep_precisely()
 
     def _execute(self, job: Job) -> None:
+        for until_s in self._program(job):
+            if until_s == inf:
+                self._never.wait()
+            else:
+                self._sleep_until(until_s)
+
+    def _sleep_until(self, when_s: float) -> None:
+        if (left_s := when_s - self._clock()) > 0:
+            sleep(left_s)
+
+    # ── on the launch thread, or in virtual time on the loop ────────────────────────────
+
+    def _program(self, job: Job) -> Iterator[float]:
         inputs = job.inputs
         if inputs is None:
             self._gather(job)
@@ -212,25 +238,27 @@ class SimDevice(ThreadDevice):
         arrival_s = job.arrival_s + self._enqueue_s
         start_s = max(arrival_s, self.end_s)
         if start_s > job.arrival_s:
-            _sleep_until(start_s)
+            yield start_s
         self._count(inputs)
         # The timeline moves on also when the program fails or its input was poisoned.
+        end_s = self._end_time(inputs, start_s, arrival_s)
+        self._put_on_timeline(job, start_s, end_s)
+        if status == "hang":
+            yield inf
+        if status is not None:
+            raise _StatusError(int(status))
+        self._compute(job, inputs)
+        is_checked = self._checks_inputs and end_s > self._clock()
+        before = _snapshot(inputs) if is_checked else None
+        yield end_s
+        if before is not None and _snapshot(inputs) != before:
+            raise _StatusError(_WRITTEN)
+
+    def _end_time(self, inputs: ModelInput, start_s: float, arrival_s: float) -> float:
         latency_s = self._latency(inputs)
         if self._skew is None:
-            end_s = start_s + latency_s
-        else:
-            end_s = self._skewed_end(start_s, arrival_s, latency_s, self._skew)
-        self._put_on_timeline(job, start_s, end_s)
-        if status is not None:
-            self._break_down(status)
-        self._compute(job, inputs)
-        if not self._checks_inputs:
-            _sleep_until(end_s)
-        elif end_s > monotonic():
-            before = _snapshot(inputs)
-            _sleep_until(end_s)
-            if _snapshot(inputs) != before:
-                raise _StatusError(_WRITTEN)
+            return start_s + latency_s
+        return self._skewed_end(start_s, arrival_s, latency_s, self._skew)
 
     def _skewed_end(
         self, start_s: float, arrival_s: float, latency_s: float, skew: Callable[[int], float]
@@ -270,18 +298,15 @@ class SimDevice(ThreadDevice):
         if not inputs.is_decode:
             self.num_prefill_tokens += inputs.num_tokens
 
-    def _break_down(self, status: int | str) -> None:
-        if status == "hang":
-            self._never.wait()
-        raise _StatusError(int(status))
+    # ── on the thread that copies, or in virtual time on the loop ───────────────────────
 
-    # ── on the thread that copies ───────────────────────────────────────────────────────
+    def _host_time(self, job: Job) -> float:
+        # A value asked for later starts on its way when it is asked for.
+        return max(job.future.device_end_s, job.arrival_s) + self._readback_s
 
     def _to_host(self, job: Job) -> np.ndarray:
         if self._readback_s:
-            # A value asked for later starts on its way when it is asked for.
-            sent_s = max(job.future.device_end_s, job.arrival_s)
-            _sleep_until(sent_s + self._readback_s)
+            self._sleep_until(self._host_time(job))  # in virtual time it is that late
         self.num_reads += 1
         array: np.ndarray = job.future.device_value.read()
         return array
@@ -309,11 +334,6 @@ def _snapshot(columns: Any) -> list[bytes]:
         elif is_dataclass(one):
             copies += _snapshot(one)
     return copies
-
-
-def _sleep_until(when_s: float) -> None:
-    if (left_s := when_s - monotonic()) > 0:
-        sleep(left_s)
 
 
 def _sleep_precisely() -> None:

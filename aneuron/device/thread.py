@@ -14,8 +14,9 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from aneuron.clock import VirtualClockLoop
 from aneuron.errors import ConfigError, DeviceError, DeviceLost
 from aneuron.futures import DeviceFuture
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aneuron.device import Executable
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
-__all__ = ["Job", "QueueFull", "ThreadDevice"]
+__all__ = ["Job", "JobQueue", "QueueFull", "ThreadDevice"]
 
 
 class QueueFull(Exception):
@@ -49,6 +50,11 @@ class Job:
     arrival_s: float  # when the loop put it on the queue
     read: bool  # whether its value goes to the host, or only word that it has ended
 
+    @property
+    def is_program(self) -> bool:
+        """Whether it runs on the device; a read does not."""
+        return self.inputs is not None or self.order is not None
+
     def fed_value(self) -> Any:
         """Return the device value that feeds this job, or None.
 
@@ -62,7 +68,14 @@ class Job:
         return self.feed.device_value
 
 
-_Queue = SimpleQueue[Job | DeviceFuture]  # a future ends the thread, which resolves it
+class JobQueue(Protocol):
+    """What a thread of a device takes its jobs from."""
+
+    def put(self, item: Job | DeviceFuture, /) -> None:
+        """Queue a job; a future ends the thread, which resolves it."""
+
+
+_Queue = SimpleQueue[Job | DeviceFuture]
 
 
 class ThreadDevice:
@@ -81,8 +94,9 @@ class ThreadDevice:
         self.rank = rank
         self.has_reader = has_reader
         self._siblings: list[Self] = []
-        self._jobs: _Queue = SimpleQueue()
+        self._jobs: JobQueue = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._clock: Callable[[], float] = monotonic
         self._in_use = False
 
     @property
@@ -102,17 +116,17 @@ class ThreadDevice:
         return self.ranks[rank]
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the threads; daemons, so a hanging device never keeps a process."""
+        """Start the threads; daemons, so a hanging device never keeps a process.
+
+        Raises:
+            ConfigError: another engine has it open, or the loop's time is virtual and it runs
+                in real time.
+        """
         if self._in_use:
             raise ConfigError(f"another engine has device {self.label} open", param="device")
+        self._jobs = self._open_queue(loop)
         self._in_use = True
         self._loop = loop
-        self._jobs = SimpleQueue()  # one that hung before may still wait on the old one
-        copies: _Queue | None = None
-        if self.has_reader:
-            copies = SimpleQueue()
-            self._start_thread(self._run_copies, f"aneuron-{self.label}-reader", copies)
-        self._start_thread(self._run, f"aneuron-{self.label}", self._jobs, copies)
 
     def launch(
         self, executable: Executable, inputs: ModelInput, *, read: bool = True
@@ -125,21 +139,28 @@ class ThreadDevice:
             shape=(inputs.num_sampled,),
             dtype=executable.sampled_dtype,
             reader=None if read else self._read_later,
+            clock=self._clock,
         )
-        self._jobs.put(Job(future, executable, inputs, feed, None, monotonic(), read))
+        self._jobs.put(Job(future, executable, inputs, feed, None, self._clock(), read))
         return future
 
     def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:
         """Queue a gather; see `Device.gather`."""
         loop = self._loop or asyncio.get_running_loop()
-        future = DeviceFuture(loop, shape=order.shape, dtype=tokens.dtype, reader=self._read_later)
-        self._jobs.put(Job(future, None, None, tokens, order, monotonic(), read=False))
+        future = DeviceFuture(
+            loop,
+            shape=order.shape,
+            dtype=tokens.dtype,
+            reader=self._read_later,
+            clock=self._clock,
+        )
+        self._jobs.put(Job(future, None, None, tokens, order, self._clock(), read=False))
         return future
 
     def close(self) -> DeviceFuture:
         """End the threads once the queue is empty; see `Device.close`."""
         loop = self._loop or asyncio.get_running_loop()
-        future = DeviceFuture(loop, shape=(), dtype="none")
+        future = DeviceFuture(loop, shape=(), dtype="none", clock=self._clock)
         self._jobs.put(future)
         self._in_use = False
         return future
@@ -148,13 +169,28 @@ class ThreadDevice:
         """Return another device of this kind, for a rank from 1 on."""
         raise NotImplementedError
 
+    def _open_queue(self, loop: asyncio.AbstractEventLoop) -> JobQueue:
+        """Start the threads, and return the queue that they take jobs from."""
+        if isinstance(loop, VirtualClockLoop):
+            raise ConfigError(
+                f"device {self.label} runs in real time; on a VirtualClockLoop, take sim",
+                param="device",
+            )
+        jobs: _Queue = SimpleQueue()  # one that hung before may still wait on the old one
+        copies: _Queue | None = None
+        if self.has_reader:
+            copies = SimpleQueue()
+            self._start_thread(self._run_copies, f"aneuron-{self.label}-reader", copies)
+        self._start_thread(self._run, f"aneuron-{self.label}", jobs, copies)
+        return jobs
+
     def _start_thread(self, body: Callable[..., None], name: str, *args: Any) -> None:
         threading.Thread(target=body, args=args, name=name, daemon=True).start()
 
     def _read_later(self, future: DeviceFuture) -> None:
         """Queue the copy of a value to the host."""
         if self._in_use:
-            self._jobs.put(Job(future, None, None, None, None, monotonic(), read=True))
+            self._jobs.put(Job(future, None, None, None, None, self._clock(), read=True))
         else:
             future.resolve(None, DeviceLost(f"device {self.label} is closed", device=self.label))
 
@@ -166,37 +202,50 @@ class ThreadDevice:
         while True:
             job = jobs.get()
             if isinstance(job, DeviceFuture):
-                if copies is None:
-                    job.post(None)
-                else:
-                    copies.put(job)  # the reader ends last
+                self._end(job, copies)
                 return
             lost = self._run_job(job, lost, copies)
             # Idle, the thread must not keep the last step's tensors.
             del job
 
     def _run_job(
-        self, job: Job, lost: DeviceLost | None, copies: _Queue | None
+        self, job: Job, lost: DeviceLost | None, copies: JobQueue | None
     ) -> DeviceLost | None:
         """Run a job, or fail it if the device is lost; return whether it is lost now."""
-        future = job.future
         try:
-            if lost is not None:
-                raise lost
-            if job.inputs is not None or job.order is not None:
+            self._check(job, lost)
+            if job.is_program:
                 self._execute_until_accepted(job)
-            elif future.device_error is not None:
-                raise future.device_error
-            if not job.read:
-                future.post_complete()
-            elif copies is None:
-                future.post(self._to_host(job))
-            else:
-                copies.put(job)
+            self._hand_on(job, copies)
         except Exception as error:  # noqa: BLE001  whatever the driver raises is classified
-            fault = self._fail(future, error)
-            return fault if isinstance(fault, DeviceLost) else lost
+            return self._fail_job(job, error, lost)
         return None
+
+    def _end(self, closed: DeviceFuture, copies: JobQueue | None) -> None:
+        if copies is None:
+            closed.post(None)
+        else:
+            copies.put(closed)  # the reader ends last
+
+    def _check(self, job: Job, lost: DeviceLost | None) -> None:
+        """Raise if the device is lost, or the value that is asked for was never made."""
+        if lost is not None:
+            raise lost
+        if not job.is_program and job.future.device_error is not None:
+            raise job.future.device_error
+
+    def _hand_on(self, job: Job, copies: JobQueue | None) -> None:
+        """Have the value of a program that has ended copied, or say only that it has."""
+        if not job.read:
+            job.future.post_complete()
+        elif copies is None:
+            job.future.post(self._to_host(job))
+        else:
+            copies.put(job)
+
+    def _fail_job(self, job: Job, error: Exception, lost: DeviceLost | None) -> DeviceLost | None:
+        fault = self._fail(job.future, error)
+        return fault if isinstance(fault, DeviceLost) else lost
 
     def _execute_until_accepted(self, job: Job) -> None:
         while True:
@@ -220,11 +269,14 @@ class ThreadDevice:
             if isinstance(job, DeviceFuture):
                 job.post(None)
                 return
-            try:
-                job.future.post(self._to_host(job))
-            except Exception as error:  # noqa: BLE001  likewise
-                self._fail(job.future, error)
+            self._copy(job)
             del job
+
+    def _copy(self, job: Job) -> None:
+        try:
+            job.future.post(self._to_host(job))
+        except Exception as error:  # noqa: BLE001  likewise
+            self._fail(job.future, error)
 
     def _to_host(self, job: Job) -> Any:
         """Return the host value of a program that has ended."""

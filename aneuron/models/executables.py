@@ -20,7 +20,7 @@ from aneuron.models.architecture import ModelConfig
 from aneuron.models.sampler import greedy, sample
 from aneuron.models.slots import SlotState
 from aneuron.models.weights import kv_bytes_per_token, load_decoder
-from aneuron.outputs import ModelInput, ModelSpec
+from aneuron.plans import BlockCopies, ModelInput, ModelSpec
 
 if TYPE_CHECKING:
     from aneuron.models.decoder import Decoder
@@ -119,13 +119,19 @@ class TorchModel:
         """Return the executable for the bucket of `inputs`, the same one each time."""
         num_rows, num_blocks = inputs.block_table.shape
         window = _sample_window(inputs)
-        num_tokens, max_query_len = len(inputs.positions), inputs.max_query_len
-        bucket = (inputs.is_decode, num_tokens, num_rows, max_query_len, num_blocks, window)
+        sizes = len(inputs.positions), inputs.max_query_len, len(inputs.logits_indices)
+        bucket = (inputs.is_decode, *sizes, num_rows, num_blocks, window)
         found = self._executables.get(bucket)
         if found is None:
             found = TorchExecutable(self, _name(inputs, window), window)
             self._executables[bucket] = found
         return found
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copy blocks of the cache, in all layers."""
+        sources, targets = _tensor(copies.sources), _tensor(copies.targets)
+        for cache in (*self.k_caches, *self.v_caches):
+            cache[targets] = cache[sources]
 
     def discard(self) -> None:
         """Drop the KV cache and the executables."""
@@ -178,8 +184,10 @@ class TorchExecutable:
             slots.write(inputs.writes)
         with torch.inference_mode():
             logits = self._forward(inputs, input_ids)
+            if inputs.copies is not None:
+                self._model.copy_blocks(inputs.copies)
             # One pass over logits that sampling reads anyway; amax carries a NaN on.
-            if logits[: inputs.num_reqs].amax().isnan():
+            if logits[: inputs.num_samples].amax().isnan():
                 raise FloatingPointError(f"NaN in the logits of {self.name}")
             sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
             sampled = sampled[: inputs.num_sampled]
@@ -221,7 +229,7 @@ class TorchExecutable:
             _tensor(inputs.min_p),
             _tensor(inputs.seed),
             # The last token's position: the same however its prompt was cut or resumed.
-            _tensor(inputs.context_lens) - 1,
+            _tensor(inputs.positions[inputs.logits_indices]),
             window=self._window,
         )
 
@@ -235,7 +243,9 @@ def _tensor(column: np.ndarray) -> torch.Tensor:
 
 def _name(inputs: ModelInput, window: int | None) -> str:
     num_rows, num_blocks = inputs.block_table.shape
-    sizes = f"r{num_rows},b{num_blocks}"
+    sizes, num_samples = f"r{num_rows},b{num_blocks}", len(inputs.logits_indices)
+    if num_samples != num_rows:
+        sizes += f",n{num_samples}"
     if not inputs.is_decode:
         sizes = f"t{len(inputs.positions)},s{inputs.max_query_len},{sizes}"
     if not inputs.all_greedy:

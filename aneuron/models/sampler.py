@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     import numpy as np
 
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
 __all__ = ["greedy", "sample", "sample_on_host", "uniform"]
 
@@ -157,7 +157,7 @@ def sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
         inputs.top_p,
         inputs.min_p,
         inputs.seed,
-        inputs.context_lens - 1,
+        inputs.positions[inputs.logits_indices],
     )
     temperature, top_k, top_p, min_p, seed, position = (
         torch.from_numpy(column[: len(logits)]) for column in columns

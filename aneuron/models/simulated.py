@@ -14,12 +14,12 @@ import numpy as np
 
 from aneuron.errors import ConfigError
 from aneuron.models.slots import SlotState
-from aneuron.outputs import ModelSpec
+from aneuron.plans import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
 __all__ = ["Const", "Count", "Script", "SimModel", "Sum", "simulated_model"]
 
@@ -101,7 +101,7 @@ class SimModel:
         return found
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """Return the next id of each row; int [rows], rows with padding.
+        """Return the next id of each sample; int [samples], those with padding.
 
         Args:
             ids: int32 [T], the ids of this step.
@@ -117,6 +117,9 @@ class SimModel:
             ids = self._slots.last_tokens[inputs.slots]
         written = inputs.slot_mapping >= 0
         self._kv[inputs.slot_mapping[written]] = ids[written]
+        if inputs.copies is not None:
+            cells = self._kv.reshape(-1, self._block_size)
+            cells[inputs.copies.targets] = cells[inputs.copies.sources]
         if inputs.slots is not None:
             inputs = self._slots.filled(inputs)
         # A prefill's output has one entry per request and no padding.
@@ -131,11 +134,12 @@ class SimModel:
         return logits
 
     def _context(self, inputs: ModelInput) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's ids read through its block table, and which of them count."""
-        size = self._block_size
-        cells = inputs.block_table[:, :, None] * size + np.arange(size, dtype=np.int32)
-        cells = cells.reshape(len(inputs.block_table), -1)
-        counts = np.arange(cells.shape[1]) < inputs.context_lens[:, None]
+        """Return each sample's ids read through its row's table, and which of them count."""
+        size, rows = self._block_size, inputs.sampled_rows
+        table = inputs.block_table[rows]
+        cells = table[:, :, None] * size + np.arange(size, dtype=np.int32)
+        cells = cells.reshape(len(table), -1)
+        counts = np.arange(cells.shape[1]) < inputs.context_lens[rows, None]
         return self._kv[cells], counts
 
 
@@ -180,12 +184,12 @@ class Const(SimModel):
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return the argmax, or a sample for rows with a temperature."""
-        rows = inputs.num_rows
+        samples = len(inputs.logits_indices)
         if inputs.all_greedy:
-            return np.full(rows, self.logits.argmax())
+            return np.full(samples, self.logits.argmax())
         from aneuron.models.sampler import sample_on_host  # torch, only where needed
 
-        return sample_on_host(np.tile(self.logits, (rows, 1)), inputs)
+        return sample_on_host(np.tile(self.logits, (samples, 1)), inputs)
 
 
 class Script(SimModel):
@@ -203,8 +207,8 @@ class Script(SimModel):
         self.script = np.array([*script, _EOS])
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """Return the entry at the row's number of new tokens."""
-        told = inputs.context_lens - inputs.prompt_lens
+        """Return the entry at the sample's number of new tokens."""
+        told = inputs.context_lens[inputs.sampled_rows] - inputs.prompt_lens
         entries: np.ndarray = self.script[np.clip(told, 0, len(self.script) - 1)]
         return entries
 

@@ -15,7 +15,7 @@ import numpy as np
 from aneuron.params import STATE_COLUMNS
 
 if TYPE_CHECKING:
-    from aneuron.outputs import ModelInput, SlotWrites
+    from aneuron.plans import ModelInput, SlotWrites
 
 __all__ = ["SlotState"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aneuron.device import Device
     from aneuron.futures import DeviceFuture
     from aneuron.models.loading import Loaded
-    from aneuron.outputs import ModelRunnerOutput, SchedulerOutput
+    from aneuron.plans import ModelRunnerOutput, SchedulerOutput
     from aneuron.runner import FlowStats, InFlightStep
 
 __all__ = ["RankGroup", "RankStep", "make_runner"]

@@ -12,6 +12,7 @@ Nothing in the product imports this package.
 
 from __future__ import annotations
 
+from aneuron.clock import Deadlock, VirtualClockLoop, run_virtual
 from aneuron.device.sim import Fault, Latency, SimDevice
 from aneuron.models.simulated import Const, Count, Script, SimModel, Sum
 from aneuron.models.tokenizer import ByteTokenizer
@@ -22,15 +23,18 @@ __all__ = [
     "ByteTokenizer",
     "Const",
     "Count",
+    "Deadlock",
     "Fault",
     "Latency",
     "Script",
     "SimDevice",
     "SimModel",
     "Sum",
+    "VirtualClockLoop",
     "assert_idle",
     "count_engine",
     "no_leaks",
+    "run_virtual",
     "sim_engine",
     "wait_all_idle",
 ]

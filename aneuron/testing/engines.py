@@ -15,7 +15,7 @@ from aneuron.models.simulated import Count, SimModel
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
 __all__ = ["count_engine", "sim_engine"]
 

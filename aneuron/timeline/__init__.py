@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from aneuron.outputs import BreakReason, StepRecord
+    from aneuron.plans import BreakReason, StepRecord
 
 __all__ = ["RING_STEPS", "Gap", "Timeline", "TimelineMetrics"]
 

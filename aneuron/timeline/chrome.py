@@ -28,7 +28,7 @@ from aneuron.timeline.spans import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aneuron.outputs import Break, StepRecord
+    from aneuron.plans import Break, StepRecord
 
 __all__ = ["chrome_trace", "dump"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from aneuron.outputs import Break, BreakReason, StepRecord
+    from aneuron.plans import Break, BreakReason, StepRecord
 
 __all__ = [
     "MATERIALIZER",
@@ -55,7 +55,7 @@ _TIMES = (
 
 
 class Span(NamedTuple):
-    """One stage of one step, both ends known; seconds of `time.monotonic()`."""
+    """One stage of one step, both ends known; seconds of the loop's clock (`clock_of`)."""
 
     name: str
     track: str

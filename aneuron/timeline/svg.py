@@ -27,7 +27,7 @@ from aneuron.timeline.spans import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aneuron.outputs import StepRecord
+    from aneuron.plans import StepRecord
 
 __all__ = ["picture"]
 

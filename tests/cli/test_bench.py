@@ -17,7 +17,7 @@ from aneuron.cli.bench.workload import StepMarks, prompts_of, steady_windows
 from aneuron.device.profiles import PROFILES
 from aneuron.engine import Engine
 from aneuron.errors import ConfigError
-from aneuron.outputs import StepRecord
+from aneuron.plans import StepRecord
 from aneuron.testing import SimDevice
 
 if TYPE_CHECKING:

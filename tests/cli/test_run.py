@@ -145,7 +145,8 @@ def test_json_is_one_object(aneuron: Command) -> None:
     assert answer["text"] == "defg"
     assert answer["token_ids"] == [100, 101, 102, 103]
     assert answer["finish_reason"] == "length"
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 0, "total_tokens": 7}
+    assert answer["usage"] == usage
     assert answer["timing"]["total_s"] >= 0
     assert answer["stats"]["steps"] == 4
 

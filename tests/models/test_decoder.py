@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from aneuron.models.executables import TorchModel
-from aneuron.outputs import ModelInput
 from aneuron.params import num_likeliest
+from aneuron.plans import ModelInput
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,6 +131,7 @@ class Driver:
         return ModelInput(
             is_decode=is_decode,
             num_reqs=len(rows),
+            num_samples=len(rows),
             num_tokens=num_tokens,
             max_query_len=1 if is_decode else max(nums) + pad_tokens % 3,
             all_greedy=not any(seq.params.get("temperature") for seq in rows),

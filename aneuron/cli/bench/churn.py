@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aneuron.engine import Engine
-    from aneuron.outputs import EngineStats, StepRecord
+    from aneuron.outputs import EngineStats
+    from aneuron.plans import StepRecord
     from aneuron.stream import TokenStream
     from aneuron.timeline import Timeline
 

@@ -27,7 +27,7 @@ from aneuron.cli.bench.workload import max_tokens_for, prompts_of, read_all, ste
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aneuron.outputs import StepRecord
+    from aneuron.plans import StepRecord
     from aneuron.timeline import Timeline
 
 __all__ = ["find_floor", "floor"]

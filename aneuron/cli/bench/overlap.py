@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from aneuron.outputs import StepRecord
+    from aneuron.plans import StepRecord
     from aneuron.stream import TokenStream
 
 __all__ = ["overlap"]

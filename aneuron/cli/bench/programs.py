@@ -12,12 +12,12 @@ import numpy as np
 
 from aneuron.cli.bench.words import word_ids
 from aneuron.models.simulated import SimModel
-from aneuron.outputs import ModelSpec
+from aneuron.plans import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aneuron.outputs import ModelInput
+    from aneuron.plans import ModelInput
 
 __all__ = ["FreeModel", "WordModel"]
 

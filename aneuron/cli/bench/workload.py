@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aneuron.device.sim import SimDevice
     from aneuron.engine import Engine
-    from aneuron.outputs import ModelInput, StepRecord
+    from aneuron.plans import ModelInput, StepRecord
     from aneuron.stream import TokenStream
 
 __all__ = [

@@ -12,32 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aneuron.outputs import FinishReason, NewRequest, SchedulerOutput
+from aneuron.outputs import FinishReason
+from aneuron.plans import SchedulerOutput
 from aneuron.request import Request, RequestState
-from aneuron.slots import SlotTable
+from aneuron.scheduler.admission import Admission
+from aneuron.scheduler.prompts import Chunks, Prompts
+from aneuron.scheduler.slots import SlotTable
+from aneuron.scheduler.waiting import rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aneuron.errors import AneuronError
     from aneuron.kv_cache import KVCacheManager
-    from aneuron.outputs import ModelRunnerOutput
+    from aneuron.plans import Fork, ModelRunnerOutput, NewRequest
 
 __all__ = ["Scheduler"]
 
 _NO_SLOTS = np.zeros(0, np.int64)
 _BlockUpdates = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, columns, blocks
 _NO_UPDATES: _BlockUpdates = _NO_SLOTS, _NO_SLOTS, _NO_SLOTS
-# Padded query positions of a prefill, per token of the budget. Attention pads every row to
-# the longest: one long prompt beside many short ones would cost that many long ones.
-_MAX_PADDING = 2
 
 
 class Scheduler:
-    """Continuous batching, first come, first served.
+    """Continuous batching: less priority is served first, and then who came first.
 
     Prefill and decode are separate steps and take turns, so a stream gets a token at least
-    every second step while prompts are computed.
+    every second step while prompts are computed. When blocks are short, the last in that
+    order give theirs up and are computed again later: the first one never waits for others.
     """
 
     def __init__(
@@ -58,14 +60,12 @@ class Scheduler:
         self.length_limit = length_limit
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock
-        self._waiting: dict[int, Request] = {}
-        self._preempted: dict[int, Request] = {}
-        self._order: list[int] = []  # slots of running requests, oldest first
-        self._prefilling: list[int] = []  # those whose prompt is not all planned, oldest first
+        self._order: list[int] = []  # slots of running requests, as admitted
         self._removed: list[int] = []  # slots that left since the last plan
-        self._slots = SlotTable(num_slots, kv)
-        self._computed = np.zeros(num_slots, np.int32)  # prompt tokens planned
-        self._prefill_end = np.zeros(num_slots, np.int32)  # prompt tokens
+        self._slots = SlotTable(num_slots, self._give_back)
+        self._prompts = Prompts(num_slots, kv, self._slots)
+        self._admission = Admission(kv, self._slots, max_num_seqs=max_num_seqs)
+        self._queue = self._admission.queue
         # Tokens in flight are off these two, so a row that will end by length, and one that
         # needs a block, are known one step ahead. Where a slot is not active: 0, and 1.
         self._left_and_room = np.zeros((2, num_slots), np.int32)
@@ -92,7 +92,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot, preempted ones included."""
-        return len(self._waiting) + len(self._preempted)
+        return self._queue.num_requests
 
     @property
     def num_held(self) -> int:
@@ -110,20 +110,24 @@ class Scheduler:
         return bool(self.num_waiting or self._num_active)
 
     def add(self, request: Request) -> None:
-        """Queue a request whose prompt is known and fits."""
-        request.state = RequestState.WAITING
-        self._waiting[request.request_id] = request
+        """Queue a request whose prompt is known and fits, with all its choices."""
+        for one in (request, *request.unforked):
+            one.state = RequestState.WAITING
+        self._queue.add(request)
 
     def finish(self, request: Request, reason: FinishReason, **facts: Any) -> None:
         """End a request now, wherever it stands; late tokens of it are dropped.
 
-        `facts` are those of `Request.finish`: stop_reason, abort_reason, error.
+        Choices that wait for its prompt end alike. `facts` are those of `Request.finish`:
+        stop_reason, abort_reason, error.
         """
         state = request.state
         if state is RequestState.FINISHED:
             return
-        self._waiting.pop(request.request_id, None)
-        self._preempted.pop(request.request_id, None)
+        self._admission.discard(request)
+        sleeping, request.unforked = request.unforked, ()
+        for one in sleeping:
+            self.finish(one, reason, **facts)
         if state is RequestState.RUNNING:
             self._leave(request.slot)
         request.finish(reason, now_s=self.clock(), **facts)
@@ -135,8 +139,7 @@ class Scheduler:
 
     def abandon(self, error: AneuronError) -> None:
         """End every request and free everything: no step in flight will come back."""
-        holders = self._slots.holders
-        for request in [*holders, *self._waiting.values(), *self._preempted.values()]:
+        for request in [*self._slots.holders, *self._queue]:
             self.finish(request, FinishReason.ERROR, error=error.copy())
         self._slots.applied(self._step_id)
 
@@ -158,49 +161,78 @@ class Scheduler:
         return plan
 
     def _schedule_prefill(self) -> SchedulerOutput | None:
-        if not (self._prefilling or self._waiting or self._preempted):
+        if not (self._prompts.unfinished or self._queue):
             return None
-        budget = self.max_num_batched_tokens
-        slots, counts = self._continue_prefills(budget)
-        budget -= sum(counts)
+        self._make_way()  # first: who goes is not planned here any more
+        chunks = Chunks(self.max_num_batched_tokens)
         new: list[NewRequest] = []
-        while budget > 0 and (request := self._admissible()) is not None:
-            count = min(budget, request.prompt_len + len(request.output_ids))
-            if not self._packs(counts, count):
-                break
-            new.append(self._admit(request))
-            slots.append(new[-1].slot)
-            counts.append(count)
-            budget -= count
-        if not slots:
+        for slot in tuple(self._prompts.unfinished):
+            self._admit(chunks, new, ahead_of=self._rank_of(slot))
+            self._prompts.resume(slot, chunks)
+        self._admit(chunks, new)
+        if not chunks.slots:
             return None
-        slot_array, count_array = np.array(slots, np.int64), np.array(counts, np.int32)
-        self._computed[slot_array] += count_array
-        self._slots.hold(slot_array, self._step_id + 1)
-        last = self._computed[slot_array] >= self._prefill_end[slot_array]
-        self._begin_decode(slot_array[last].tolist())
+        ended = self._prompts.plan(chunks)
+        forks = tuple(self._fork(slot, new) for slot in ended if self._slots[slot].unforked)
+        woken = [slot for fork in forks for slot in fork.slots.tolist()]
+        slots = np.array(chunks.slots + woken, np.int64)
+        counts = np.array(chunks.counts + [0] * len(woken), np.int32)
+        self._slots.hold(slots, self._step_id + 1)
+        self._begin_decode(ended + woken)
         return self._plan(
-            slot_array, self._slots.request_ids[slot_array], count_array, is_decode=False,
-            new=tuple(new),
+            slots, self._slots.request_ids[slots], counts, is_decode=False,
+            new=tuple(new), forks=forks,
         )  # fmt: skip
 
-    def _continue_prefills(self, budget: int) -> tuple[list[int], list[int]]:
-        """Return slots and counts of prompts that were cut and go on."""
-        slots: list[int] = []
-        counts: list[int] = []
-        for slot in self._prefilling:
-            count = min(budget, int(self._prefill_end[slot] - self._computed[slot]))
-            if count:
-                slots.append(slot)
-                counts.append(count)
-                budget -= count
-        return slots, counts
+    def _make_way(self) -> None:
+        """Preempt those of less priority that keep out who is next in line."""
+        one = self._admission.head()
+        if one is not None and not self._admission.fits(one, self._order):
+            for victim in self._admission.victims(one, self._order):
+                if victim.state is RequestState.RUNNING:  # choices that sleep go together
+                    self._preempt(victim)
+
+    def _admit(
+        self, chunks: Chunks, new: list[NewRequest], *, ahead_of: tuple[int, int] | None = None
+    ) -> None:
+        """Let waiting requests in, of a better rank, and add what this step computes of them."""
+        admission, size = self._admission, self.kv.block_size
+        while chunks.left and (one := admission.head()) is not None:
+            if ahead_of is not None and rank(one.request) > ahead_of:
+                break
+            done, num_tokens = len(one.found) * size, len(one.token_ids)
+            count = chunks.room_for(num_tokens - done)
+            if not count or not admission.fits(one, self._order):
+                break
+            new.append(admission.admit(one))
+            self._enter(one.request)
+            self._prompts.begin(one.request, done, num_tokens)
+            chunks.add(one.request.slot, count)
+
+    def _enter(self, request: Request) -> None:
+        """Note a request that was let in, and its choices, which sleep."""
+        now_s = self.clock()
+        for one in (request, *request.unforked):
+            if one.first_scheduled_s is None:
+                one.first_scheduled_s = now_s
+            end_ids = () if one.params.ignore_eos else self.eos_token_ids
+            self._slots.set_stop_ids(one.slot, one.params.stop_token_ids + end_ids)
+            self._order.append(one.slot)
+
+    def _rank_of(self, slot: int) -> tuple[int, int]:
+        return rank(self._slots[slot])
+
+    def _fork(self, slot: int, new: list[NewRequest]) -> Fork:
+        """Wake the choices that waited for this prompt."""
+        fork, entries = self._admission.fork(self._slots[slot])
+        new += entries
+        self._prompts.wake(fork)
+        return fork
 
     def _begin_decode(self, slots: list[int]) -> None:
         """Note that these prompts are planned to their end, and so give their first token."""
         for slot in slots:
-            self._prefilling.remove(slot)
-            num_tokens = int(self._prefill_end[slot])
+            num_tokens = int(self._prompts.end[slot])
             self._left[slot] = self._limit_of(self._slots[slot]) - num_tokens - 1
             self._room[slot] = self.kv.num_held[slot] * self.kv.block_size - num_tokens
             self._set_active(slot, is_active=True)
@@ -224,49 +256,6 @@ class Scheduler:
             self._set_active(slot, is_active=False)
             self._room[slot] = 1
             self._slots.leave(slot)
-
-    def _packs(self, counts: list[int], count: int) -> bool:
-        """Whether one more row of `count` tokens goes well with the others of a prefill."""
-        padded = (len(counts) + 1) * max(*counts, count) if counts else 0
-        return padded <= _MAX_PADDING * self.max_num_batched_tokens
-
-    def _admissible(self) -> Request | None:
-        """Return the request that is next in line, if it can be admitted now."""
-        if len(self._order) >= self.max_num_seqs or not self._slots.num_free:
-            return None
-        queue = self._preempted or self._waiting  # preempted ones are older
-        if not queue:
-            return None
-        request = queue[min(queue) if self._preempted else next(iter(queue))]
-        if request.slot >= 0:  # its tokens in flight have not arrived
-            return None
-        # One block more for each running request, or the newcomer would be preempted at once.
-        tokens = request.prompt_len + len(request.output_ids)
-        wanted = self.kv.blocks_for(tokens) + len(self._order)
-        return request if wanted <= self.kv.num_free else None
-
-    def _admit(self, request: Request) -> NewRequest:
-        """Give a request its slot and the blocks for all its tokens so far."""
-        self._waiting.pop(request.request_id, None)
-        self._preempted.pop(request.request_id, None)
-        slot = self._slots.take(request)
-        assert request.prompt_ids is not None
-        token_ids = np.concatenate([request.prompt_ids, np.asarray(request.output_ids, np.int32)])
-        blocks = self.kv.allocate(slot, self.kv.blocks_for(len(token_ids)))
-        assert blocks is not None
-        request.state = RequestState.RUNNING
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = self.clock()
-        self._computed[slot] = 0
-        self._prefill_end[slot] = len(token_ids)
-        end_ids = () if request.params.ignore_eos else self.eos_token_ids
-        self._slots.set_stop_ids(slot, request.params.stop_token_ids + end_ids)
-        self._order.append(slot)
-        self._prefilling.append(slot)
-        return NewRequest(
-            request.request_id, slot, token_ids, request.prompt_len, blocks, request.params,
-            request.seed,
-        )  # fmt: skip
 
     def _limit_of(self, request: Request) -> int:
         """Return at how many tokens a request ends by length."""
@@ -315,23 +304,24 @@ class Scheduler:
         Blocks of requests that left come free with the step that holds them: waiting is
         cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
         """
-        wanted = len(short)
-        coming = sum(int(self.kv.num_held[slot]) for slot in self._slots.leaving)
-        while self.kv.num_free + coming < wanted and len(self._order) > 1:
-            slot = self._order[-1]
+        kv = self.kv
+        while kv.num_free + kv.num_freed_by(self._slots.leaving) < len(short):
+            if len(self._order) == 1:
+                break
+            self._preempt(self._slots[max(self._order, key=self._rank_of)])
             # The victim may be one of the rows that want a block, and then wants none.
-            wanted -= not self._room[slot]
-            coming += int(self.kv.num_held[slot]) if self._slots.is_held(slot) else 0
-            self._preempt(self._slots[slot])
-        wanting = set(short.tolist())
-        oldest_first = [slot for slot in self._order if slot in wanting]
-        return np.array(oldest_first[: self.kv.num_free], np.int64)
+            short = short[self._active[short] > 0]
+        first = sorted(short.tolist(), key=self._rank_of)
+        return np.array(first[: kv.num_free], np.int64)
 
     def _preempt(self, request: Request) -> None:
+        """Take slots and blocks away; with a choice that sleeps, from all that wait with it."""
         self.num_preemptions += 1
-        self._preempted[request.request_id] = request
-        request.state = RequestState.PREEMPTED
-        self._leave(request.slot)
+        request = self._admission.leader_of.get(request.slot, request)
+        for one in (request, *request.unforked):
+            one.state = RequestState.PREEMPTED
+            self._leave(one.slot)
+        self._queue.add(request)
         self._slots.release_unheld()
 
     def _plan(
@@ -342,13 +332,14 @@ class Scheduler:
         *,
         is_decode: bool,
         new: tuple[NewRequest, ...] = (),
+        forks: tuple[Fork, ...] = (),
         updates: _BlockUpdates = _NO_UPDATES,
     ) -> SchedulerOutput:
         self._step_id += 1
         removed, ending = self.take_removed(), tuple(self._ending)
         self._removed, self._ending = list(ending), []  # their rows are of this plan still
         return SchedulerOutput(
-            self._step_id, is_decode, ids, slots, counts, new, removed, ending, *updates
+            self._step_id, is_decode, ids, slots, counts, new, removed, ending, forks, *updates
         )
 
     # ── update ──────────────────────────────────────────────────────────────────────────
@@ -357,16 +348,20 @@ class Scheduler:
         """Take a step's tokens; return the requests that got one, each with it appended."""
         updated, stopped = self._slots.append(output.slots, output.token_ids)
         if not plan.is_decode:
-            now_s = self.clock()
-            for request in updated:
-                if request.first_token_s is None:
-                    request.first_token_s = now_s
+            self._note_prefill(plan, updated)
         for request in stopped:
             self._stop(request, request.output_ids[-1])
         for slot in plan.ending_slots:
             self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
         self._slots.applied(plan.step_id)
         return updated
+
+    def _note_prefill(self, plan: SchedulerOutput, updated: list[Request]) -> None:
+        self._prompts.resolved(plan)
+        now_s = self.clock()
+        for request in updated:
+            if request.first_token_s is None:
+                request.first_token_s = now_s
 
     def _stop(self, request: Request, token: int) -> None:
         """End a request at an end id or stop id, unless it comes too early."""
@@ -379,16 +374,19 @@ class Scheduler:
 
     def fail(self, plan: SchedulerOutput, error: AneuronError) -> None:
         """End the requests of a step that failed on the device, and let go of the step."""
-        for slot in plan.slots.tolist():
+        for slot in self._prompts.failed(plan):
             self.finish(self._slots[slot], FinishReason.ERROR, error=error.copy())
         self._slots.applied(plan.step_id)
+
+    def _give_back(self, slot: int, request: Request) -> None:
+        self._prompts.give_back(slot, request)
 
     def _leave(self, slot: int) -> None:
         if slot in self._slots.leaving:  # its last token is in flight
             return
         self._order.remove(slot)
-        if slot in self._prefilling:
-            self._prefilling.remove(slot)
+        self._prompts.leave(slot)
+        self._admission.leader_of.pop(slot, None)
         self._set_active(slot, is_active=False)
         self._left[slot], self._room[slot] = 0, 1
         self._removed.append(slot)

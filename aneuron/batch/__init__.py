@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aneuron.outputs import ModelInput, SlotWrites
+from aneuron.batch.staging import Layout, Staging
 from aneuron.params import STATE_COLUMNS, num_likeliest
+from aneuron.plans import BlockCopies, SlotWrites
 
 if TYPE_CHECKING:
     from aneuron.config import BatchShape
-    from aneuron.outputs import NewRequest, SchedulerOutput
+    from aneuron.plans import Fork, ModelInput, NewRequest, SchedulerOutput
 
 __all__ = ["InputBatch", "Launch"]
 
@@ -35,21 +36,6 @@ class Launch:
     slots: np.ndarray  # int64 [num_reqs], launch order
     ends: np.ndarray  # int [num_reqs], position of the token that the row gives
     emits: np.ndarray | None  # bool [num_reqs]: the row's token counts; None: all do
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Which rows a plan's slots are; the same for as long as the same requests run."""
-
-    planned: np.ndarray  # the plan's own column, kept so that it can be recognised
-    rows: np.ndarray  # int64 [n], ascending
-    where: slice | np.ndarray  # the same rows, as a slice if they have no gap
-    order: np.ndarray | None  # launch order of the plan's entries; None: as planned
-    token_starts: np.ndarray  # int64 [n], where the rows' tokens begin
-    request_ids: np.ndarray
-    slots: np.ndarray
-    all_greedy: bool
-    num_likeliest: int | None
 
 
 class InputBatch:
@@ -87,10 +73,10 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self._slots_on_device = slots_on_device
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._longest = 0  # tokens launched of the layout's longest row
         self._table_version = 0  # counts blocks given to rows that are here
-        self._ring = [_Staging(shape, max_blocks) for _ in range(shape.depth + 1)]
+        self._ring = [Staging(shape, max_blocks) for _ in range(shape.depth + 1)]
         self._num_launches = 0
 
     # ── membership ──────────────────────────────────────────────────────────────────────
@@ -147,7 +133,7 @@ class InputBatch:
         self.block_table[row] = 0
         self.block_table[row, : len(new.block_ids)] = new.block_ids
         self.prefill_end[row] = count
-        self.num_computed[row], self.next_len[row] = 0, 1
+        self.num_computed[row], self.next_len[row] = new.num_computed, new.num_computed + 1
         self.prompt_lens[row] = new.prompt_len
         self.temperature[row] = params.temperature
         self.top_k[row] = max(0, min(params.top_k, 2**31 - 1))
@@ -166,7 +152,8 @@ class InputBatch:
             launch = self._prepare_decode(staging, layout)
         else:
             order = slice(None) if layout.order is None else layout.order
-            launch = self._prepare_prefill(staging, layout, plan.num_scheduled[order])
+            counts = plan.num_scheduled[order]
+            launch = self._prepare_prefill(staging, layout, counts, plan.forks)
         if self._slots_on_device and plan.new_requests:
             launch.inputs.writes = self._writes(plan)
         return launch
@@ -188,7 +175,7 @@ class InputBatch:
         self.next_cell[rows] = self.block_table[rows, blocks] * size + offsets
         self._layout = None  # its longest row has grown by more than one
 
-    def _lay_out(self, slots: np.ndarray) -> _Layout:
+    def _lay_out(self, slots: np.ndarray) -> Layout:
         rows, order = self.row_of[slots], None
         if (rows[1:] < rows[:-1]).any():
             order = np.argsort(rows)
@@ -199,16 +186,16 @@ class InputBatch:
         where = slice(first, first + num) if dense else rows
         is_greedy = not self.temperature[where].any()
         limits = self.temperature[where], self.top_k[where], self.top_p[where]
-        return _Layout(
+        return Layout(
             slots, rows, where, order, rows * self.shape.max_model_len, self.request_ids[rows],
             self.slot_of[rows], is_greedy, 0 if is_greedy else num_likeliest(*limits),
         )  # fmt: skip
 
-    def _prepare_decode(self, staging: _Staging, layout: _Layout) -> Launch:
+    def _prepare_decode(self, staging: Staging, layout: Layout) -> Launch:
         num = len(layout.rows)
         padded = self.shape.rows.fit(num)
         width = self.shape.blocks.fit(self._longest // self.shape.block_size + 1)
-        inputs = staging.views(padded, padded, width, is_decode=True)
+        inputs = staging.views(padded, padded, padded, width, is_decode=True)
         if staging.layout is not layout:
             self._stage_layout(staging, inputs, layout)
             self._pad(inputs, num, num)
@@ -226,27 +213,56 @@ class InputBatch:
         ends = inputs.context_lens[:num]
         return Launch(inputs, layout.request_ids, layout.slots, ends, None)
 
-    def _prepare_prefill(self, staging: _Staging, layout: _Layout, counts: np.ndarray) -> Launch:
-        rows, num, total = layout.rows, len(layout.rows), int(counts.sum())
-        start = self.num_computed[rows]
-        ends = start + counts
-        padded_rows, padded_tokens = self.shape.rows.fit(num), self.shape.tokens.fit(total)
+    def _prepare_prefill(
+        self, staging: Staging, layout: Layout, counts: np.ndarray, forks: tuple[Fork, ...]
+    ) -> Launch:
+        samples = layout.rows
+        ends = self.num_computed[samples] + counts
+        emits = ends >= self.prefill_end[samples]
+        rows, num_samples = samples, len(samples)
+        if forks:  # choices that sample from another row have no tokens
+            rows, counts = samples[counts > 0], counts[counts > 0]
+        num, total, fit = len(rows), int(counts.sum()), self.shape.rows.fit
         width = self.shape.blocks.fit(-(-int(ends.max()) // self.shape.block_size))
-        inputs = staging.views(padded_rows, padded_tokens, width, is_decode=False)
-        emits = ends >= self.prefill_end[rows]
+        inputs = staging.views(
+            fit(num), fit(num_samples), self.shape.tokens.fit(total), width, is_decode=False
+        )
         self._stage_layout(staging, inputs, layout, emits=emits)
         self._pad(inputs, num, total)
         inputs.input_ids[total:] = 0
-        inputs.block_table[:num] = self.block_table[layout.where, :width]
+        inputs.block_table[:num] = self.block_table[rows, :width]
         inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
         inputs.query_start[0] = 0
         np.cumsum(counts, out=inputs.query_start[1 : num + 1])
         inputs.query_start[num + 1 :] = total
+        start = self.num_computed[rows]
         self._stage_prompts(inputs, rows, start, counts)
-        inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
-        inputs.logits_indices[num:] = 0
-        inputs.context_lens[:num] = ends
+        inputs.context_lens[:num] = start + counts
+        inputs.logits_indices[num_samples:] = 0
+        if forks:
+            self._stage_forks(inputs, samples, rows, forks)
+        else:
+            inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
         return Launch(inputs, layout.request_ids, layout.slots, ends, emits)
+
+    def _stage_forks(
+        self, inputs: ModelInput, samples: np.ndarray, rows: np.ndarray, forks: tuple[Fork, ...]
+    ) -> None:
+        """Let choices sample from the row that computes their prompt, and copy its last block."""
+        computed_by = samples.copy()
+        sources: list[int] = []
+        for fork in forks:
+            row = self.row_of[fork.slot]
+            computed_by[np.isin(samples, self.row_of[fork.slots])] = row
+            block = self.block_table[row, (self.prefill_end[row] - 1) // self.shape.block_size]
+            sources += [int(block)] * len(fork.copied_blocks)
+        ends = inputs.query_start[1 : len(rows) + 1] - 1
+        inputs.logits_indices[: len(samples)] = ends[np.searchsorted(rows, computed_by)]
+        # One token a row is what decodes look like, and those have a sample for each row.
+        inputs.max_query_len = max(2, inputs.max_query_len)
+        if sources:
+            targets = np.concatenate([fork.copied_blocks for fork in forks])
+            inputs.copies = BlockCopies(np.array(sources, np.int64), targets.astype(np.int64))
 
     def _stage_prompts(
         self, inputs: ModelInput, rows: np.ndarray, start: np.ndarray, counts: np.ndarray
@@ -271,16 +287,16 @@ class InputBatch:
 
     def _stage_layout(
         self,
-        staging: _Staging,
+        staging: Staging,
         inputs: ModelInput,
-        layout: _Layout,
+        layout: Layout,
         *,
         emits: np.ndarray | None = None,
     ) -> None:
         """Write what stays the same from decode to decode of the same rows."""
         staging.layout = layout if emits is None else None
         staging.table_version = -1  # the rows may be others
-        num = len(layout.rows)
+        num = inputs.num_samples = len(layout.rows)
         inputs.all_greedy, inputs.num_likeliest = layout.all_greedy, layout.num_likeliest
         if self._slots_on_device:
             spare = self.shape.num_slots
@@ -324,69 +340,3 @@ class InputBatch:
                 ends, tokens, rows = ends[here], tokens[here], rows[here]
             starts = rows * self.shape.max_model_len
         self._flat_tokens[starts + ends] = tokens
-
-
-class _Staging:
-    """One entry of the ring: buffers at their largest, handed out as views."""
-
-    def __init__(self, shape: BatchShape, max_blocks: int) -> None:
-        rows = max(shape.max_num_seqs, shape.rows.largest)
-        tokens = max(shape.max_num_batched_tokens, shape.tokens.largest, rows)
-        width = max(max_blocks, shape.blocks.largest)
-        self.layout: _Layout | None = None  # of the decode whose columns the buffers hold
-        self.table_version = -1  # of the tables that they hold
-        self.decode_columns = np.zeros((3, rows), np.int32)  # positions, cells, context lengths
-        self._size: tuple[int, int, int, bool] | None = None  # of the views made last
-        self.inputs: ModelInput | None = None
-        self._iota = np.arange(rows + 1, dtype=np.int32)
-        self._token_columns = {
-            name: np.zeros(tokens, np.int32) for name in ("input_ids", "positions", "slot_mapping")
-        }
-        self._row_columns = {
-            name: np.zeros(rows, dtype)
-            for name, dtype in (
-                ("context_lens", "int32"),
-                ("logits_indices", "int32"),
-                ("slots", "int32"),
-                *STATE_COLUMNS.items(),
-            )
-        }
-        self._row_columns["top_p"][:] = 1.0
-        self._query_start = np.zeros(rows + 1, np.int32)
-        # Flat, so that a narrower table is contiguous too.
-        self._block_table = np.zeros(rows * width, np.int32)
-
-    def views(self, rows: int, tokens: int, width: int, *, is_decode: bool) -> ModelInput:
-        """Return a `ModelInput` of this size over the buffers; scalars are to be set.
-
-        One of the same size as before is the same object: its last launch has resolved.
-        """
-        size = (rows, tokens, width, is_decode)
-        inputs = self.inputs
-        if inputs is None or size != self._size:
-            self._size, self.layout = size, None
-            inputs = self.inputs = self._make_views(rows, tokens, width, is_decode=is_decode)
-        inputs.input_ids = self._token_columns["input_ids"][:tokens]
-        inputs.writes = None
-        return inputs
-
-    def _make_views(self, rows: int, tokens: int, width: int, *, is_decode: bool) -> ModelInput:
-        inputs = ModelInput(
-            is_decode=is_decode,
-            num_reqs=0,
-            num_tokens=0,
-            max_query_len=0,
-            all_greedy=False,
-            num_likeliest=None,
-            writes=None,
-            query_start=self._query_start[: rows + 1],
-            block_table=self._block_table[: rows * width].reshape(rows, width),
-            **{name: column[:tokens] for name, column in self._token_columns.items()},
-            **{name: column[:rows] for name, column in self._row_columns.items()},
-        )
-        if is_decode:  # a row's one token is its own: never written, so shared
-            inputs.query_start = self._iota[: rows + 1]
-            inputs.logits_indices = self._iota[:rows]
-            columns = self.decode_columns[:, :rows]
-            inputs.positions, inputs.slot_mapping, inputs.context_lens = columns
-        return inputs

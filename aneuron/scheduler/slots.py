@@ -14,7 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aneuron.kv_cache import KVCacheManager
     from aneuron.request import Request
 
 __all__ = ["SlotTable"]
@@ -25,9 +24,9 @@ _Receiver = tuple["Callable[[int], None]", "frozenset[int]", "Request"]
 class SlotTable:
     """Slots 0..num_slots-1 and their holders; steps are applied in step order."""
 
-    def __init__(self, num_slots: int, kv: KVCacheManager) -> None:
-        """Make a table of free slots; `kv` gets the blocks of released ones back."""
-        self._kv = kv
+    def __init__(self, num_slots: int, on_release: Callable[[int, Request], None]) -> None:
+        """Make a table of free slots; `on_release` takes the blocks of a released one."""
+        self._on_release = on_release
         self._free = list(range(num_slots - 1, -1, -1))
         self._request_of: list[Request | None] = [None] * num_slots
         self._last_step = np.zeros(num_slots, np.int64)  # the latest that holds the slot
@@ -108,7 +107,7 @@ class SlotTable:
 
     def _release(self, slot: int) -> None:
         request = self[slot]
-        self._kv.free(slot)
+        self._on_release(slot, request)
         self._request_of[slot] = None
         self._free.append(slot)
         request.slot = -1

@@ -1,0 +1,75 @@
+"""`aneuron simulate`: the same scheduler and runner on virtual time, to plan a fleet.
+
+Comes in: a latency profile, a load, a number of replicas. Goes out: percentiles of time to
+first token and time per output token, throughput and idle share, for each token carry, as a
+table or JSON, and a picture. See docs/capacity.md for what is modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path  # noqa: TC003  cyclopts reads the types of options
+from time import monotonic
+
+from aneuron.cli.bench.common import JsonFlag, ProfileName, check_number, show_json, tell
+from aneuron.cli.simulate.fleet import figures, run_all
+from aneuron.cli.simulate.options import LoadOptions, ReplicaOptions, parse_carry
+from aneuron.cli.simulate.report import Report, check_writable
+
+__all__ = ["simulate"]
+
+_MAX_REPLICAS = 1024
+_LOAD = LoadOptions()
+_REPLICA = ReplicaOptions()
+
+
+def simulate(
+    *,
+    profile: ProfileName = "micro",
+    replicas: int = 1,
+    carry: str = "resident",
+    svg: Path | None = None,
+    as_json: JsonFlag = False,
+    load: LoadOptions = _LOAD,
+    engine: ReplicaOptions = _REPLICA,
+) -> None:
+    """Tell what a fleet would give its users, from a profile's times, on virtual time.
+
+    Args:
+        profile: A latency profile; its programs' times.
+        replicas: Engines that requests are dealt to in turn.
+        carry: How tokens travel from step to step: resident, handoff, host or all.
+        svg: File for a picture of the distributions.
+        as_json: Print one JSON object in place of the table.
+        load: What comes to the fleet.
+        engine: The settings of each replica's engine.
+    """
+    started_s = monotonic()
+    check_number("--replicas", replicas, at_most=_MAX_REPLICAS)
+    carries = parse_carry(carry)
+    if svg is not None:
+        check_writable(svg)
+    requests = load.load()
+    setup = engine.setup(profile, requests, carry=carries[0], duration_s=load.duration_s)
+    jobs = [
+        (replace(setup, carry=one), requests.share(number, replicas))
+        for one in carries
+        for number in range(replicas)
+    ]
+    tell(f"simulating {load}")
+    done = iter(run_all(jobs, done=partial(_tell_done, len(jobs))))
+    outcomes = {one: [next(done) for _ in range(replicas)] for one in carries}
+    report = Report(str(load), setup, outcomes, monotonic() - started_s)
+    counts_refused = engine.max_waiting is not None
+    result = {one: figures(row, counts_refused=counts_refused) for one, row in outcomes.items()}
+    if svg is not None:
+        report.save_picture(svg)
+    if as_json:
+        show_json(result)
+    else:
+        report.show(result)
+
+
+def _tell_done(num_jobs: int, number: int) -> None:
+    tell(f"{number} of {num_jobs} simulations have ended")

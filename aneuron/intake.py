@@ -1,0 +1,199 @@
+"""`Intake`: a request from the call to the scheduler's queue, and its name until it ends.
+
+Comes in: requests, from the engine's front door. Goes out: requests whose prompt is known, to
+the scheduler. Here is what bounds them: how many there may be, and until when each may run.
+Runs on the loop; preparing prompts are tasks of the engine's TaskGroup.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aneuron.errors import AneuronError, InternalError, InvalidRequest, Overloaded
+from aneuron.outputs import AbortReason, FinishReason
+from aneuron.request import RequestState
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+
+    import numpy as np
+
+    from aneuron.request import Request
+    from aneuron.scheduler import Scheduler
+
+    Preparation = Callable[[], Coroutine[Any, Any, None]]
+
+__all__ = ["Intake"]
+
+_RETRY_AFTER_S = 1.0  # while nothing has ended yet
+_SMOOTHING = 0.2  # weight of the last gap between two ends
+
+
+class Intake:
+    """Names, limits and deadlines of requests, and prompts on their way to ids.
+
+    Attributes:
+        requests: choice 0 of each, by the caller's name, until all its choices have ended.
+        num_preparing: prompts that are being turned into ids.
+        num_watched: choices in the scheduler's hands whose text is looked at for stop strings.
+        num_prompt_tokens: of requests admitted so far.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        max_waiting: int | None,
+        loop: asyncio.AbstractEventLoop,
+        notify: Callable[[], None],
+    ) -> None:
+        """Make an empty intake.
+
+        Args:
+            scheduler: takes over.
+            max_waiting: how many may be in beyond those that can run; None is any number.
+            loop: whose time counts.
+            notify: called after each change.
+        """
+        self.requests: dict[str, Request] = {}
+        self.num_preparing = self.num_watched = self.num_prompt_tokens = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._scheduler = scheduler
+        self._max_waiting = max_waiting
+        self._loop = loop
+        self._notify = notify
+        self._group: asyncio.TaskGroup | None = None
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._num_live = 0  # choices that have not ended
+        self._num_generated = 0  # tokens of those that have
+        self._last_end_s: float | None = None
+        self._end_gap_s: float | None = None
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Run preparations in this group from now on."""
+        self._group = group
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens given out so far."""
+        live = (len(one.output_ids) for first in self.requests.values() for one in first.choices)
+        return self._num_generated + sum(live)
+
+    # ── coming in ───────────────────────────────────────────────────────────────────────
+
+    def register(self, request: Request, *, deadline_s: float | None = None) -> None:
+        """Take a request on, with all its choices; `admit` or `prepare` follows.
+
+        Raises:
+            InvalidRequest: its name is in use.
+            Overloaded: too many wait already.
+        """
+        name, num_choices = request.name, len(request.choices)
+        if name in self.requests:
+            raise InvalidRequest(
+                f"request_id {name!r} is in use by a request that has not ended",
+                param="request_id",
+                request_id=name,
+            )
+        most = self._scheduler.max_num_seqs + (self._max_waiting or 0)
+        if self._max_waiting is not None and self._num_live + num_choices > most:
+            raise Overloaded(
+                f"{self._num_live} requests run or wait, of at most {most} (max_num_seqs and "
+                "max_waiting)",
+                retry_after_s=self._retry_after_s(),
+                request_id=name,
+            )
+        self.requests[name] = request
+        self._num_live += num_choices
+        for one in request.choices:
+            one.on_finish.append(partial(self._ended, request))
+        if deadline_s is not None:
+            expire = partial(self.end, request, FinishReason.ABORT, AbortReason.DEADLINE)
+            self._deadlines[name] = self._loop.call_later(deadline_s, expire)
+
+    def prepare(self, request: Request, preparation: Preparation) -> None:
+        """Run a preparation, which turns the prompt into ids and admits the request."""
+        assert self._group is not None, "start() comes first"
+        body = self._prepare(request, preparation)
+        try:
+            task = self._group.create_task(body, name=f"aneuron-prompt-{request.name}")
+        except RuntimeError:  # the group is failing: abandon() will end this request, too
+            body.close()
+            return
+        self.num_preparing += 1
+        self.tasks.add(task)
+        task.add_done_callback(self._prepared)
+
+    async def _prepare(self, request: Request, preparation: Preparation) -> None:
+        """Run a preparation; its fault is this request's alone."""
+        error: AneuronError
+        try:
+            await preparation()
+        except AneuronError as fault:
+            error = fault
+        except Exception as fault:  # noqa: BLE001  one of the three task bodies
+            error = InternalError(f"preparing the prompt failed: {fault}")
+            error.__cause__ = fault
+        else:
+            return
+        if request.state is RequestState.NEW:
+            self._finish_new(request, FinishReason.ERROR, error=error)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.num_preparing -= 1
+        self._notify()
+
+    def admit(self, request: Request, prompt_ids: np.ndarray) -> None:
+        """Queue a request whose prompt is known; int32 [tokens]."""
+        for one in request.choices:
+            one.prompt_ids = prompt_ids
+            self.num_watched += one.watch is not None
+        self.num_prompt_tokens += len(prompt_ids)
+        self._scheduler.add(request)
+        self._notify()
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────
+
+    def end(self, request: Request, reason: FinishReason, abort_reason: AbortReason) -> None:
+        """End a request from outside; no token of it is given out after this."""
+        given = abort_reason if reason is FinishReason.ABORT else None
+        if request.state is RequestState.NEW:
+            self._finish_new(request, reason, abort_reason=given)
+        for one in request.choices:
+            self._scheduler.finish(one, reason, abort_reason=given)
+        self._notify()
+
+    def abandon(self, error: AneuronError) -> None:
+        """Fail every request that the scheduler does not have yet."""
+        for request in list(self.requests.values()):
+            if request.state is RequestState.NEW:
+                self._finish_new(request, FinishReason.ERROR, error=error.copy())
+
+    def _finish_new(self, request: Request, reason: FinishReason, **facts: Any) -> None:
+        for one in request.choices:
+            one.finish(reason, now_s=self._scheduler.clock(), **facts)
+            one.release()
+
+    def _ended(self, request: Request, one: Request) -> None:
+        self._num_live -= 1
+        self._num_generated += len(one.output_ids)
+        self.num_watched -= one.watch is not None and one.prompt_ids is not None
+        self._note_end()
+        if all(choice.is_finished for choice in request.choices):
+            del self.requests[request.name]
+            if request.name in self._deadlines:
+                self._deadlines.pop(request.name).cancel()
+
+    def _note_end(self) -> None:
+        now_s, last_s = self._scheduler.clock(), self._last_end_s
+        self._last_end_s = now_s if self._num_live else None  # idle time tells nothing
+        if last_s is not None:
+            gap_s, mean_s = now_s - last_s, self._end_gap_s
+            self._end_gap_s = gap_s if mean_s is None else mean_s + _SMOOTHING * (gap_s - mean_s)
+
+    def _retry_after_s(self) -> float:
+        """Return in how many seconds a place may be free, by how often one became free lately."""
+        return _RETRY_AFTER_S if self._end_gap_s is None else max(0.001, self._end_gap_s)

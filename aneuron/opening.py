@@ -1,0 +1,36 @@
+"""`aneuron.open()`: an engine to await, or to enter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aneuron.engine import Engine
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Generator
+
+    from aneuron.device import Model
+
+__all__ = ["open_engine"]
+
+
+class _Opening:
+    """What `aneuron.open()` returns: await it for an open engine, or enter it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __await__(self) -> Generator[Any, None, Engine]:
+        return self._engine.open().__await__()
+
+    async def __aenter__(self) -> Engine:
+        return await self._engine.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.aclose()
+
+
+def open_engine(model: str | os.PathLike[str] | Model, **options: Any) -> _Opening:
+    """Return an `Engine` to await (close it with `aclose()`) or to enter; same arguments."""
+    return _Opening(Engine(model, **options))

@@ -1,0 +1,282 @@
+"""The vocabulary of the flow: what one stage hands to the next.
+
+    Scheduler ─ SchedulerOutput ─▶ ModelRunner ─ ModelInput ─▶ executable on the device
+    device ─ ModelRunnerOutput ─▶ Scheduler
+
+Plain data, numpy columns on the hot path, no behaviour that waits or computes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from aneuron.params import SamplingParams
+
+__all__ = [
+    "BlockCopies",
+    "Break",
+    "BreakReason",
+    "Fork",
+    "ModelInput",
+    "ModelRunnerOutput",
+    "ModelSpec",
+    "NewRequest",
+    "SchedulerOutput",
+    "SlotWrites",
+    "StepRecord",
+]
+
+
+class BreakReason(StrEnum):
+    """Why a step was not simply fed with the device's own tokens."""
+
+    COMPOSITION_CHANGED = "composition_changed"  # another set of requests than the future's
+    SHAPE_MISMATCH = "shape_mismatch"
+    DTYPE_MISMATCH = "dtype_mismatch"
+    REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
+    GRAMMAR = "grammar"  # a mask needs the token before
+    HOOK = "hook"  # code of the user's must see the token first
+    SPECULATION = "speculation"  # the number of accepted tokens must be known
+    DRAIN = "drain"  # nothing could be planned before a step in flight gave its room back
+
+
+# ── one step, looked at afterwards ──────────────────────────────────────────────────────
+
+
+class Break(NamedTuple):
+    """One stop of the flow; times of the loop's clock (`clock_of`), equal if nothing waited."""
+
+    reason: BreakReason
+    start_s: float
+    end_s: float
+
+
+class StepRecord:
+    """When one step reached each stage, in seconds of the loop's clock (`clock_of`).
+
+    Made with its plan and written by whoever does the stage. NaN: not reached. The device's
+    own times are measured, or modelled on the simulated device.
+
+    Attributes:
+        step_id, is_decode: as in the plan.
+        request_ids: int64 [n], internal ids: the plan's own column.
+        num_scheduled: int32 [n], tokens of each: likewise.
+        is_async: fed with device values; None where the carry tells no difference.
+        begun_s, scheduled_s: `schedule()` was called, returned.
+        prepared_s: the inputs were written.
+        launched_s: the program was on the device's queue.
+        device_start_s, device_end_s: the program ran.
+        read_s: its tokens were on the loop.
+        applied_s: `update_from_output()` had taken them in.
+        detokenized_s: stop strings had been looked for.
+        delivered_s: its consumers had been woken.
+        breaks: stops of the flow on the way to the launch.
+        error: what the device reported, of a step that failed.
+    """
+
+    is_async: bool | None = None
+    begun_s = math.nan
+    scheduled_s = math.nan
+    prepared_s = math.nan
+    launched_s = math.nan
+    device_start_s = math.nan
+    device_end_s = math.nan
+    read_s = math.nan
+    applied_s = math.nan
+    detokenized_s = math.nan
+    delivered_s = math.nan
+    breaks: tuple[Break, ...] = ()
+    error: str | None = None
+
+    def __init__(
+        self,
+        step_id: int,
+        is_decode: bool,  # noqa: FBT001  as in the plan
+        request_ids: np.ndarray,
+        num_scheduled: np.ndarray,
+    ) -> None:
+        """Make the record of a step that has been planned."""
+        self.step_id = step_id
+        self.is_decode = is_decode
+        self.request_ids = request_ids
+        self.num_scheduled = num_scheduled
+
+
+# ── scheduler → runner ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that enters the batch: new, or resumed after a preemption."""
+
+    request_id: int  # internal: unique per submission
+    slot: int
+    token_ids: np.ndarray  # int32 [known tokens]: prompt, and on resume its output so far
+    prompt_len: int
+    block_ids: np.ndarray  # int32 [blocks]
+    params: SamplingParams
+    seed: int
+    # Tokens that its blocks hold already: found in the prefix cache, or all of the prompt
+    # where another choice of the same request computed it.
+    num_computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Choices that join the batch with the last chunk of a prompt that they share.
+
+    They have no tokens in this step: each samples its first one from the logits of the row
+    that computes the prompt's end. Blocks that the prompt fills are shared; of one that it
+    fills in part each has a copy, made when the step has written it.
+    """
+
+    slot: int  # of the row that computes the prompt
+    slots: np.ndarray  # int64 [choices], of the others
+    copied_blocks: np.ndarray  # int32 [choices] to copy to; [0]: the prompt fills its blocks
+
+
+@dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
+class SchedulerOutput:
+    """The plan of one step; the rows are columns, in the scheduler's order.
+
+    A slot is not given to another request before every step that holds it has resolved,
+    so a slot in a plan in flight names one request.
+    """
+
+    step_id: int
+    is_decode: bool  # every request is in the decode *state*, not merely "one token"
+    request_ids: np.ndarray  # int64 [n], internal
+    slots: np.ndarray  # int64 [n]: numpy converts indices of any other type at each use
+    num_scheduled: np.ndarray  # int32 [n], tokens of this step
+    new_requests: tuple[NewRequest, ...]
+    removed_slots: tuple[int, ...]  # slots that left the batch since the last plan
+    ending_slots: tuple[int, ...]  # whose token of this step is the last by length
+    forks: tuple[Fork, ...]
+    # blocks appended to requests that are in the batch already:
+    block_slots: np.ndarray  # int64 [k]
+    block_columns: np.ndarray  # int64 [k]
+    block_ids: np.ndarray  # int32 [k]
+    record: StepRecord = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Begin the record of this step."""
+        self.record = StepRecord(self.step_id, self.is_decode, self.request_ids, self.num_scheduled)
+
+
+# ── runner → device ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrites:
+    """New contents of K slots on the device: all of a slot's state, so that it resets.
+
+    Travels with the launch that admits the slots' new owners, in queue order.
+    """
+
+    slots: np.ndarray  # int64 [K]
+    prompt_lens: np.ndarray  # int32 [K]
+    temperature: np.ndarray  # float32 [K]
+    top_k: np.ndarray  # int32 [K]
+    top_p: np.ndarray  # float32 [K]
+    min_p: np.ndarray  # float32 [K]
+    seed: np.ndarray  # int64 [K]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks of the KV cache to copy, in all layers, once a launch has written its tokens."""
+
+    sources: np.ndarray  # int64 [K]
+    targets: np.ndarray  # int64 [K], all different and none of them a source
+
+
+@dataclass(slots=True)
+class ModelInput:
+    """The inputs of one launch, padded to a bucket: T tokens, R rows, S samples, B blocks a row.
+
+    Arrays are views into one entry of the staging ring: the launch owns them until its
+    future has resolved. Tokens of a prefill are packed row after row. Padding: tokens have
+    slot -1 (no write), rows have block 0 (the null block), context length 1 and start at
+    the number of real tokens, samples are of token 0.
+
+    Each row has one sample, in the same order, but where a request forks: then S and R
+    differ, and `logits_indices` names a row's last token once for each of its choices.
+
+    With `slots`, the device keeps the state of requests (carry `resident`): a decode reads
+    its rows' last tokens there, sampling reads its parameters there and writes its tokens,
+    and `prompt_lens` to `seed` below hold nothing.
+    """
+
+    is_decode: bool
+    num_reqs: int  # rows that count
+    num_samples: int  # samples that count
+    num_tokens: int  # tokens that count
+    max_query_len: int  # most tokens of one row, rounded up to a bucket; 1 in decode
+    all_greedy: bool  # no row samples: argmax is enough
+    input_ids: Any  # int32 [T]; or the DeviceFuture of the step before ([T], unread); or
+    #                 None: the last tokens of `slots`
+    positions: np.ndarray  # int32 [T]
+    slot_mapping: np.ndarray  # int32 [T], block * block_size + offset, -1 = no write
+    query_start: np.ndarray  # int32 [R + 1], first token of each row
+    block_table: np.ndarray  # int32 [R, B]
+    context_lens: np.ndarray  # int32 [R], tokens in the cache once this step has run
+    logits_indices: np.ndarray  # int32 [S], the token in [T] that it comes after
+    prompt_lens: np.ndarray  # int32 [S]
+    temperature: np.ndarray  # float32 [S], 0 = greedy
+    top_k: np.ndarray  # int32 [S], 0 = all
+    top_p: np.ndarray  # float32 [S]
+    min_p: np.ndarray  # float32 [S]
+    seed: np.ndarray  # int64 [S]
+    num_likeliest: int | None = None  # that top-k and top-p of any row look at; None = all
+    slots: np.ndarray | None = None  # int32 [S]; the spare slot if a sample does not count
+    writes: SlotWrites | None = None  # to be made before anything else of this launch
+    copies: BlockCopies | None = None  # to be made once the tokens are written
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with padding (R)."""
+        return len(self.context_lens)
+
+    @property
+    def sampled_rows(self) -> Any:
+        """Return the row of each sample, as an index of row columns: int64 [S], or a slice."""
+        if self.is_decode:
+            return slice(None)
+        return np.searchsorted(self.query_start, self.logits_indices, side="right") - 1
+
+    @property
+    def num_sampled(self) -> int:
+        """Samples of the output: a decode's is padded, a prefill's is not."""
+        return self.num_rows if self.is_decode else self.num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a loaded model tells the engine."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int  # the longest context it was made for
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int  # over all layers
+    dtype: str  # of weights and KV cache
+    sampled_dtype: str = "int32"
+    on_device_sampling: bool = True  # False: executables return logits
+    has_slots: bool = False  # executables keep the last token of every slot
+
+
+# ── runner → scheduler ──────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """A step's tokens on the host, in launch order."""
+
+    slots: np.ndarray  # int64 [n]
+    token_ids: np.ndarray  # int32 [n]

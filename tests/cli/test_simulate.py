@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from aneuron.cli.simulate.fleet import figures, num_processes, percentiles_ms, run_all
+from aneuron.cli.simulate.load import Arrivals, Lengths, Load, read_workload
+from aneuron.cli.simulate.picture import Curves, picture
+from aneuron.cli.simulate.replica import CARRIES, Outcome, Setup, run
+from aneuron.cli.simulate.replica import simulate as simulate_replica
+from aneuron.device.sim import Fault, SimDevice
+from aneuron.errors import ConfigError, ContextTooLong, DeviceLost
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Command
+
+# The profile micro, in ms: a program of any kind, and what surrounds one that the host waits for.
+PROGRAM, ENQUEUE, READBACK = 2.58, 0.10, 0.27
+GAP = ENQUEUE + READBACK
+ALONE = ("simulate", "--profile=micro", "--num-seqs=1")
+
+
+def json_of(aneuron: Command, *arguments: str) -> Any:
+    """The one object on stdout; anything else there, or on stderr, fails."""
+    result = aneuron(*arguments, "--json")
+    assert (result.status, result.err) == (0, "")
+    return json.loads(result.out)
+
+
+def workload(path: Path, *rows: tuple[float, int, int]) -> str:
+    names = ("arrival_s", "prompt_tokens", "output_tokens")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    return f"--workload={path}"
+
+
+def setup(load: Load, **changes: Any) -> Setup:
+    usual = Setup(
+        profile="micro",
+        carry="resident",
+        duration_s=None,
+        max_model_len=load.longest,
+        num_seqs=8,
+        max_num_batched_tokens=512,
+        block_size=16,
+        num_kv_blocks=1000,
+        max_waiting=None,
+    )
+    return replace(usual, **changes)
+
+
+# ── computed by hand ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("carry", "gap"), [("host", GAP), ("handoff", 0), ("resident", 0)])
+def test_one_request_at_a_time(aneuron: Command, carry: str, gap: float) -> None:
+    load = ("--arrivals=even:10", "--output-tokens=10", "--duration=2")
+    result = json_of(aneuron, *ALONE, *load, f"--carry={carry}")[carry]
+    ttft, tpot = PROGRAM + GAP, PROGRAM + gap
+    assert result == {
+        "ttft_ms": pytest.approx({"p50": ttft, "p99": ttft}),
+        "tpot_ms": pytest.approx({"p50": tpot, "p99": tpot}),
+        "tokens_per_s": 100.0,
+        # The device rests for 70 ms before each next request, which is no idling.
+        "idle_share": pytest.approx(9 * gap / (9 * gap + 10 * PROGRAM)),
+        "completed": 20,
+        "submitted": 20,
+    }
+
+
+@pytest.mark.parametrize(("carry", "gap"), [("host", GAP), ("resident", 0)])
+def test_the_second_of_two_waits_for_the_first(
+    aneuron: Command, tmp_path: Path, carry: str, gap: float
+) -> None:
+    both = workload(tmp_path / "two.jsonl", (1.0, 5, 1), (1.0, 5, 1))
+    result = json_of(aneuron, *ALONE, both, f"--carry={carry}")[carry]
+    first, second = GAP + PROGRAM, GAP + 2 * PROGRAM + gap
+    assert result["ttft_ms"] == pytest.approx(
+        {"p50": (first + second) / 2, "p99": first + 0.99 * (second - first)}
+    )
+    assert result["tpot_ms"] == {"p50": None, "p99": None}  # no further token
+    assert result["idle_share"] == pytest.approx(gap / (gap + 2 * PROGRAM))
+    # Without --duration it ends with the last answer.
+    assert result["tokens_per_s"] == pytest.approx(2 / (1 + second / 1000))
+
+
+def test_a_program_takes_what_the_profile_says_for_its_rows_and_tokens(
+    aneuron: Command, tmp_path: Path
+) -> None:
+    load = workload(tmp_path / "two.jsonl", (0.0, 256, 11), (0.0, 256, 11))
+    arguments = ("--profile=trn2-llama3-70b", "--num-seqs=2", "--carry=resident")
+    result = json_of(aneuron, "simulate", *arguments, load)["resident"]
+    prefill = 20 + (814 - 20) / 10_000 * 512  # both prompts in one step
+    decode = 19.6 + 19.6 * (32 - 26.2) / 3 / 26.2
+    assert result["ttft_ms"]["p50"] == pytest.approx(prefill + 0.437)
+    assert result["tpot_ms"]["p99"] == pytest.approx(decode)
+
+
+def test_a_client_of_a_closed_loop_sends_when_its_answer_has_ended(aneuron: Command) -> None:
+    load = ("--arrivals=closed:1", "--output-tokens=3", "--duration=1")
+    result = json_of(aneuron, *ALONE, *load)["resident"]
+    takes = GAP + 3 * PROGRAM  # 8.11 ms, so the 124th is cut off before its first token
+    assert (result["completed"], result["submitted"]) == (123, 124)
+    assert 123 * takes < 1000 < 123 * takes + PROGRAM + GAP
+    assert result["tokens_per_s"] == 369.0
+
+
+def test_an_answer_that_is_cut_off_gives_its_tokens_only(aneuron: Command) -> None:
+    duration = (GAP + 4.5 * PROGRAM) / 1000
+    load = ("--arrivals=even:1", "--output-tokens=9", f"--duration={duration}")
+    assert json_of(aneuron, *ALONE, *load)["resident"] == {
+        "ttft_ms": {"p50": None, "p99": None},
+        "tpot_ms": {"p50": None, "p99": None},
+        "tokens_per_s": pytest.approx(4 / duration),
+        "idle_share": 0.0,
+        "completed": 0,
+        "submitted": 1,
+    }
+
+
+def test_a_fleet_that_has_not_run_has_no_idle_share(aneuron: Command) -> None:
+    load = ("--arrivals=even:1", "--duration=0.001")  # its first program is still running
+    result = json_of(aneuron, *ALONE, *load)["resident"]
+    assert (result["idle_share"], result["tokens_per_s"]) == (None, 0.0)
+    assert "│ idle        │        - │" in aneuron(*ALONE, *load).out
+
+
+def test_percentiles_are_over_all_replicas_together() -> None:
+    parts = [np.arange(0, 51) / 1000, np.arange(51, 101) / 1000]
+    assert percentiles_ms(parts) == pytest.approx({"p50": 50.0, "p99": 99.0})
+    assert percentiles_ms([np.empty(0)]) == {"p50": None, "p99": None}
+
+
+# ── prediction ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("arrivals", ["poisson:40", "closed:8"])
+def test_real_time_comes_within_five_percent_of_the_prediction(arrivals: str) -> None:
+    lengths = Lengths.parse("", "32-96"), Lengths.parse("", "8-24")
+    load = Load.draw(Arrivals.parse(arrivals), *lengths, duration_s=2.0, seed=1)
+    case = setup(load, profile="micro-long", duration_s=2.0)
+    predicted = key_figures(run(case, load))
+    tries = []
+    for _ in range(3):  # the machine may have other work to do
+        tries.append(key_figures(asyncio.run(simulate_replica(case, load))))
+        if tries[-1] == pytest.approx(predicted, rel=0.05):
+            return
+    pytest.fail(f"predicted {predicted}, measured {tries}")
+
+
+def key_figures(outcome: Outcome) -> list[float]:
+    seen = figures([outcome], counts_refused=False)
+    return [seen["ttft_ms"]["p50"], seen["tpot_ms"]["p50"], seen["tokens_per_s"]]
+
+
+# ── carries, replicas, processes ────────────────────────────────────────────────────────
+
+
+def test_all_carries_get_the_same_requests(aneuron: Command) -> None:
+    load = ("--arrivals=poisson:100", "--output-tokens=geo:8", "--duration=5")
+    result = json_of(aneuron, "simulate", "--num-seqs=8", *load, "--carry=all")
+    assert list(result) == ["host", "handoff", "resident"]
+    assert len({one["submitted"] for one in result.values()}) == 1
+    idle = [one["idle_share"] for one in result.values()]
+    # What is left: a request that comes while the last token of others travels to the host.
+    assert idle[0] > idle[1] > 0.01
+    assert idle[2] < 0.001
+    tpot = [one["tpot_ms"]["p50"] for one in result.values()]
+    assert tpot[0] > tpot[1] > tpot[2] >= PROGRAM
+
+
+def test_a_seed_says_it_all(aneuron: Command) -> None:
+    load = ("--arrivals=poisson:100", "--prompt-tokens=1-99", "--output-tokens=geo:9")
+    arguments = ("simulate", "--num-seqs=8", "--duration=5", *load)
+    results = [json_of(aneuron, *arguments, f"--seed={seed}") for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2]
+
+
+def test_replicas_are_dealt_requests_in_turn_and_add_up(aneuron: Command, tmp_path: Path) -> None:
+    rows = [(0.01 * at, 16, 5 + 10 * (at % 2)) for at in range(200)]
+    options = (workload(tmp_path / "load.jsonl", *rows), "--duration=2", "--num-seqs=8")
+    result = json_of(aneuron, "simulate", *options, "--replicas=2")["resident"]
+    load = read_workload(tmp_path / "load.jsonl")
+    shares = [load.share(number, 2) for number in range(2)]
+    assert [set(one.output_tokens.tolist()) for one in shares] == [{5}, {15}]
+    pair = [run(setup(load, duration_s=2.0), share) for share in shares]
+    assert result == figures(pair, counts_refused=False)
+    assert result["tokens_per_s"] == sum(one.tokens for one in pair) / 2.0
+
+
+def test_clients_are_dealt_in_turn() -> None:
+    load = Load(np.ones(9, int), np.ones(9, int), num_clients=5)
+    assert [load.share(number, 3).num_clients for number in range(3)] == [2, 2, 1]
+
+
+def test_there_are_no_more_processes_than_jobs() -> None:
+    assert num_processes(1) == 1
+    assert 1 <= num_processes(1000) < 1000
+
+
+def test_what_fails_in_another_process_fails_here() -> None:
+    load = Load(np.full(2, 70), np.full(2, 50), np.zeros(2))
+    too_small = setup(load, max_model_len=60)
+    with pytest.raises(ContextTooLong):
+        run_all([(too_small, load), (too_small, load)])
+
+
+def test_ctrl_c_ends_all_processes(terminal: Any) -> None:
+    options = ("--replicas=4", "--arrivals=poisson:100", "--duration=10000")
+    with terminal("simulate", *options) as shell:
+        shell.wait_for("simulating")
+        shell.type("\x03")
+        assert shell.wait_exit() == 130
+        assert "Traceback" not in shell.shown
+
+
+def test_progress_is_shown_at_a_terminal(terminal: Any) -> None:
+    options = ("--replicas=2", "--arrivals=even:1", "--duration=2")
+    with terminal("simulate", *options) as shell:
+        shell.wait_for("2 of 2 simulations have ended")
+        assert shell.wait_exit() == 0
+
+
+# ── limits ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_refused_requests_are_counted(aneuron: Command, tmp_path: Path) -> None:
+    load = workload(tmp_path / "four.jsonl", *[(0.0, 5, 1)] * 4)
+    result = json_of(aneuron, *ALONE, load, "--max-waiting=1")["resident"]
+    assert (result["submitted"], result["completed"], result["refused"]) == (4, 2, 2)
+    assert "│ refused     │        2 │" in aneuron(*ALONE, load, "--max-waiting=1").out
+    assert json_of(aneuron, *ALONE, load, "--max-waiting=3")["resident"]["refused"] == 0
+
+
+def test_a_refused_client_comes_back(aneuron: Command) -> None:
+    load = ("--arrivals=closed:3", "--output-tokens=2", "--duration=1", "--max-waiting=1")
+    result = json_of(aneuron, *ALONE, *load)["resident"]
+    assert result["refused"] > 0
+    running, waiting = 1, 1
+    assert 0 <= result["submitted"] - result["refused"] - result["completed"] <= running + waiting
+    alone = json_of(aneuron, *ALONE, "--arrivals=closed:2", *load[1:])["resident"]
+    assert result["completed"] >= alone["completed"]
+
+
+def test_few_blocks_cost_preemptions(aneuron: Command) -> None:
+    load = ("--arrivals=closed:8", "--prompt-tokens=16", "--output-tokens=64", "--duration=2")
+    enough = aneuron("simulate", "--num-seqs=8", *load)
+    few = aneuron("simulate", "--num-seqs=8", *load, "--num-kv-blocks=20")
+    assert "preemptions" not in enough.out
+    assert "resident: preemptions: " in few.out
+
+
+def test_what_waits_at_the_end_is_told(aneuron: Command) -> None:
+    load = ("--arrivals=even:100", "--output-tokens=100", "--duration=1")
+    assert "resident: waiting for a seat at the end: 9" in aneuron(*ALONE, *load).out
+
+
+def test_a_lost_device_ends_the_simulation(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(profile: Any, **options: Any) -> SimDevice:
+        return SimDevice(latency=profile, faults=[Fault(7, 101)], **options)
+
+    monkeypatch.setattr(SimDevice, "of_profile", broken)
+    result = aneuron(*ALONE, "--arrivals=even:10", "--json")
+    assert (result.status, result.out) == (1, "")
+    assert "simulated nrt status 101" in result.err
+    closed = Load(np.full(1, 5), np.full(1, 5), num_clients=2)
+    with pytest.raises(DeviceLost):
+        run(setup(closed, duration_s=10.0), closed)
+
+
+# ── the load ────────────────────────────────────────────────────────────────────────────
+
+
+def test_arrivals_have_their_rate() -> None:
+    generator = np.random.default_rng(0)
+    even = Arrivals.parse("even:4").times_s(2.0, generator)
+    assert even is not None
+    assert even.tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
+    poisson = Arrivals.parse("poisson:50").times_s(100.0, generator)
+    assert poisson is not None
+    gaps = np.diff(poisson)
+    assert gaps.min() > 0
+    assert poisson[-1] < 100
+    assert len(poisson) == pytest.approx(5000, rel=0.06)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.06)  # as of an exponential
+    assert Arrivals.parse("closed:3").times_s(100.0, generator) is None
+
+
+def test_lengths_are_as_asked_for() -> None:
+    generator = np.random.default_rng(0)
+    assert set(Lengths.parse("", "128").draw(9, generator).tolist()) == {128}
+    assert set(Lengths.parse("", "3-5").draw(99, generator).tolist()) == {3, 4, 5}
+    geometric = Lengths.parse("", "geo:20").draw(20_000, generator)
+    assert geometric.min() == 1
+    assert geometric.mean() == pytest.approx(20, rel=0.03)
+
+
+def test_a_workload_is_sorted_cut_and_read_leniently(aneuron: Command, tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_text(
+        '{"arrival_s": 2, "prompt_tokens": 3, "output_tokens": 4, "user": "x"}\n\n'
+        '{"output_tokens": 2, "prompt_tokens": 1, "arrival_s": 0.5}\r\n'
+    )
+    load = read_workload(path)
+    assert load.arrivals_s is not None
+    assert load.arrivals_s.tolist() == [0.5, 2.0]
+    assert (load.prompt_tokens.tolist(), load.output_tokens.tolist()) == ([1, 3], [2, 4])
+    assert load.longest == 7
+    cut = json_of(aneuron, "simulate", f"--workload={path}", "--duration=1")["resident"]
+    assert (cut["submitted"], cut["tokens_per_s"]) == (1, 2.0)
+    # It replaces what would else be drawn.
+    replaced = ("--arrivals=poisson:20", "--prompt-tokens=9")
+    assert (
+        json_of(aneuron, "simulate", f"--workload={path}", *replaced)["resident"]["submitted"] == 2
+    )
+
+
+GOOD = '{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("\udcff", "line 2 is not JSON"),
+        ("3", "line 2 must be an object"),
+        ('{"prompt_tokens": 3, "output_tokens": 4}', "line 2 has no arrival_s"),
+        (GOOD.replace("1", "-1"), "line 2: arrival_s must be seconds from 0, not -1"),
+        (GOOD.replace("1", "NaN"), "line 2: arrival_s must be seconds from 0, not nan"),
+        (GOOD.replace("1", "true"), "line 2: arrival_s must be seconds from 0, not True"),
+        (GOOD.replace("3", "0"), "line 2: prompt_tokens must be an integer from 1"),
+        (GOOD.replace("3", "1.5"), "line 2: prompt_tokens must be an integer from 1"),
+        (GOOD.replace("4", "9999999"), "line 2: output_tokens must be an integer from 1"),
+        (GOOD.replace("4", '"4"'), "line 2: output_tokens must be an integer from 1"),
+    ],
+)
+def test_a_bad_workload_names_line_and_field(
+    aneuron: Command, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_bytes((GOOD + line).encode(errors="surrogateescape"))
+    result = aneuron("simulate", f"--workload={path}")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(f"error: --workload: {path} {message}")
+
+
+def test_a_workload_that_cannot_be_used_says_why(
+    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "load.jsonl"
+    assert "cannot be read: No such file" in aneuron("simulate", f"--workload={path}").err
+    path.write_text("\n")
+    assert "has no requests" in aneuron("simulate", f"--workload={path}").err
+    path.write_text(GOOD * 3)
+    result = aneuron("simulate", f"--workload={path}", "--duration=0.5")
+    assert "no request comes in the first 0.5 s" in result.err
+    monkeypatch.setattr("aneuron.cli.simulate.load.MAX_REQUESTS", 2)
+    assert "has 3 requests; at most 2" in aneuron("simulate", f"--workload={path}").err
+    monkeypatch.setattr("aneuron.cli.simulate.load._MAX_BYTES", 100)
+    assert "is over 0 MiB" in aneuron("simulate", f"--workload={path}").err
+
+
+# ── options ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--arrivals=often", "--arrivals must be poisson:RATE, even:RATE or closed:N"),
+        ("--arrivals=poisson:0", "--arrivals must be poisson:RATE, RATE over 0"),
+        ("--arrivals=even:inf", "--arrivals must be even:RATE, RATE over 0"),
+        ("--arrivals=closed:1.5", "--arrivals must be closed:N"),
+        ("--arrivals=poisson:1e9", "--arrivals poisson:1e+09 makes about 3.6e+12 requests"),
+        ("--prompt-tokens=0", "--prompt-tokens must be a number, A-B or geo:MEAN"),
+        ("--prompt-tokens=9-3", "--prompt-tokens must be A-B with A up to B"),
+        ("--output-tokens=geo:0.5", "--output-tokens must be geo:MEAN"),
+        ("--output-tokens=geo:x", "--output-tokens must be a number, A-B or geo:MEAN"),
+        ("--output-tokens=1-99999999", "--output-tokens must be a number"),
+        ("--duration=nan", "--duration must be at least"),
+        ("--duration=1e9", "--duration must be at most"),
+        ("--replicas=0", "--replicas must be at least 1"),
+        ("--carry=none", "--carry must be one of host, handoff, resident or all, not 'none'"),
+        ("--profile=none", "--profile: unknown latency profile 'none'"),
+        ("--num-seqs=0", "--num-seqs must be at least 1"),
+        ("--max-num-batched-tokens=0", "--max-num-batched-tokens must be at least 1"),
+        ("--block-size=0", "--block-size must be at least 1"),
+        ("--num-kv-blocks=3", "--num-kv-blocks must be at least 12, which the longest request"),
+        ("--max-waiting=-1", "--max-waiting must be at least 0"),
+        ("--seed=-1", "--seed must be at least 0"),
+        ("--svg=nowhere/it.svg", "--svg: cannot write nowhere/it.svg"),
+    ],
+)
+def test_a_bad_option_is_named(aneuron: Command, option: str, message: str) -> None:
+    usual = () if option.startswith("--arrivals") else ("--arrivals=even:1",)
+    result = aneuron("simulate", *usual, option)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(f"error: {message}")
+
+
+def test_something_must_arrive(aneuron: Command) -> None:
+    assert aneuron("simulate").err.startswith("error: --arrivals: say when requests come")
+    with pytest.raises(ConfigError) as caught:
+        Arrivals.parse("")
+    assert caught.value.param == "--arrivals"
+
+
+def test_help_of_the_whole_imports_no_simulation() -> None:
+    code = (
+        "import sys; from aneuron.cli import main; main(['--help']);"
+        "sys.exit(any(one.startswith('aneuron.cli.simulate') for one in sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert b"simulate" in shown.stdout
+
+
+# ── picture ─────────────────────────────────────────────────────────────────────────────
+
+
+def curves(svg: str) -> list[ET.Element]:
+    return [
+        one for one in ET.fromstring(svg).iter() if (one.get("class") or "").startswith("curve")
+    ]
+
+
+def test_the_picture_has_a_curve_for_each_carry(aneuron: Command, tmp_path: Path) -> None:
+    path = tmp_path / "it.svg"
+    load = ("--arrivals=poisson:50", "--duration=2", "--carry=all")
+    assert aneuron("simulate", "--num-seqs=8", *load, f"--svg={path}").status == 0
+    found = [one.get("class") for one in curves(path.read_text())]
+    assert found == [f"curve {carry}" for carry in CARRIES] * 2
+    texts = {one.text for one in ET.fromstring(path.read_text()).iter()}
+    assert {"time to first token", "time per output token", "time, log scale", "50 %"} <= texts
+
+
+def test_curves_rise_from_left_to_right() -> None:
+    times = {"host": np.array([0.002, 2.0, 0.02, 0.2])}
+    svg = picture("t", [Curves("a", times), Curves("b", {"host": np.array([])})])
+    (line,) = curves(svg)
+    points = [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
+    assert points[0] == (0.0, 250.0)
+    assert points[-1] == (400.0, 0.0)
+    assert points == sorted(points, key=lambda point: (point[0], -point[1]))
+    assert "nothing completed" in svg
+    assert ">10 ms<" in svg
+    assert ">1 s<" in svg
+
+
+def test_one_time_is_a_line_upwards() -> None:
+    same = Curves("a", {"resident": np.full(5, 0.002)})
+    for line in curves(picture("t", [same, same])):
+        assert {point.split(",")[0] for point in line.get("points", "").split()} == {"0"}
+
+
+def test_a_picture_that_cannot_be_written_is_told_at_the_end_too(
+    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aneuron.cli.simulate.check_writable", lambda path: None)
+    result = aneuron(*ALONE, "--arrivals=even:1", "--duration=2", f"--svg={tmp_path}")
+    assert result.status == 2
+    assert result.err.startswith(f"error: --svg: cannot write {tmp_path}: Is a directory")
