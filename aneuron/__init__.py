@@ -44,7 +44,17 @@ if TYPE_CHECKING:
     )
     from aneuron.futures import DeviceFuture
     from aneuron.opening import open_engine as open  # noqa: A004  `aneuron.open` is its name
-    from aneuron.outputs import AbortReason, Completion, EngineStats, FinishReason, Token, Usage
+    from aneuron.outputs import (
+        AbortReason,
+        BreakStats,
+        Choice,
+        Completion,
+        EngineStats,
+        FinishReason,
+        Timing,
+        Token,
+        Usage,
+    )
     from aneuron.params import SamplingParams
     from aneuron.stream import TokenStream
     from aneuron.stream.many import CompletionStream
@@ -52,6 +62,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AbortReason",
     "AneuronError",
+    "BreakStats",
+    "Choice",
     "Completion",
     "CompletionStream",
     "ConfigError",
@@ -70,6 +82,7 @@ __all__ = [
     "Overloaded",
     "RequestError",
     "SamplingParams",
+    "Timing",
     "Token",
     "TokenStream",
     "Usage",
@@ -82,12 +95,10 @@ _ERRORS = (
     "AneuronError ConfigError ContextTooLong DeviceError DeviceLost EngineClosed InternalError "
     "InvalidRequest LaunchFailed OutOfMemory Overloaded RequestError"
 )
+_OUTPUTS = "AbortReason BreakStats Choice Completion EngineStats FinishReason Timing Token Usage"
 _HOME = {
     **dict.fromkeys(_ERRORS.split(), "aneuron.errors"),
-    **dict.fromkeys(
-        ("AbortReason", "Completion", "EngineStats", "FinishReason", "Token", "Usage"),
-        "aneuron.outputs",
-    ),
+    **dict.fromkeys(_OUTPUTS.split(), "aneuron.outputs"),
     "CompletionStream": "aneuron.stream.many",
     "DeviceFuture": "aneuron.futures",
     "Engine": "aneuron.engine",

@@ -59,7 +59,14 @@ def run_virtual(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T
 
     Raises:
         Deadlock: `main` waits for what can never happen.
+        RuntimeError: called where an event loop runs already.
     """
+    if asyncio._get_running_loop() is not None:  # noqa: SLF001  what asyncio.run asks, too
+        main.close()
+        raise RuntimeError(
+            "run_virtual() makes an event loop of its own, and one runs here already: call it from "
+            "a plain function"
+        )
     with asyncio.Runner(loop_factory=VirtualClockLoop, debug=debug) as runner:
         return runner.run(main)
 
@@ -140,7 +147,8 @@ class VirtualClockLoop(asyncio.BaseEventLoop):
         if self._debug:
             self._check_thread()
             self._check_callback(callback, "call_at")
-        timer = _Timer(when, callback, args, self, context)
+        # As a float: the smallest step that one of numpy's takes is not that of the clock.
+        timer = _Timer(float(when), callback, args, self, context)
         timer.number = self._num_timers
         self._num_timers += 1
         heappush(self._scheduled, timer)

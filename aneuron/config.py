@@ -15,20 +15,22 @@ from typing import TypedDict
 
 from aneuron.errors import ConfigError
 
-__all__ = ["BatchShape", "Buckets", "EngineConfig", "EngineOptions"]
+__all__ = ["MOST_CELLS", "BatchShape", "Buckets", "EngineConfig", "EngineOptions"]
 
 _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
     "scheduling_policy": ("fcfs", "priority"),
 }
-_COUNTS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "max_in_flight_steps",
-    "num_ranks",
-)
+# Buffers are made for the largest step, and cells of the KV cache have int32 numbers.
+_MOST = {
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**20,
+    "block_size": 2**16,
+    "max_in_flight_steps": 64,
+    "num_ranks": 4096,
+}
+MOST_CELLS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +107,19 @@ class EngineConfig:
         self._check_carry()
 
     def _check_counts(self) -> None:
-        for name in _COUNTS:
-            _check_count(name, getattr(self, name))
+        for name, most in _MOST.items():
+            _check_count(name, getattr(self, name), high=most)
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.max_waiting is not None:
             _check_count("max_waiting", self.max_waiting, low=0)
+
+        if (self.num_kv_blocks or 0) >= MOST_CELLS // self.block_size:
+            raise ConfigError(
+                f"num_kv_blocks {self.num_kv_blocks} of {self.block_size} tokens are over 2^31 - 1",
+                param="num_kv_blocks",
+            )
 
     def _check_carry(self) -> None:
         if self.async_scheduling and self.token_carry == "host":
@@ -240,10 +248,12 @@ class BatchShape:
         )
 
 
-def _check_count(name: str, value: object, *, low: int = 1) -> None:
+def _check_count(name: str, value: object, *, low: int = 1, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         kind = "a positive integer" if low else "an integer from 0"
         raise ConfigError(f"{name} must be {kind}, not {value!r}", param=name)
+    if high is not None and int(value) > high:
+        raise ConfigError(f"{name} must be at most {high}, not {value}", param=name)
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -244,6 +244,7 @@ class EngineCore:
         """Let the scheduler have a step's tokens, look for stop strings, wake consumers."""
         record, num_watched = plan.record, self.intake.num_watched  # those that end here, too
         updated = self.scheduler.update_from_output(plan, output)
+        self.intake.num_generated += len(updated)
         self._changed.set()  # before the consumers: the device waits for none of them
         record.applied_s = self._clock()
         for request in updated if num_watched else ():

@@ -270,28 +270,33 @@ class Engine:
         self,
         prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
         **sampling: Any,
     ) -> CompletionStream:
         """Submit many prompts (texts or lists of ids); answers come as they finish.
 
-        Prompts are drawn from the iterable as earlier ones end.
+        Prompts are drawn from the iterable as earlier ones end; each has a deadline of its own.
 
         Returns:
             An async iterator of `(index of the prompt, Completion)`; a refused prompt raises there.
 
-        Raises:
-            InvalidRequest: a parameter is wrong.
-            EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
+        Raises what `generate` does, but for the prompts.
         """
         self._check_open()
         params = SamplingParams.build(params, sampling)
+        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
+        check_priority(priority, policy=self.config.scheduling_policy)
+        generate = partial(
+            self.generate, params=params, priority=priority, deadline_s=check_deadline(deadline_s)
+        )
 
         def submit(prompt: str | Sequence[int]) -> TokenStream:
             if isinstance(prompt, str):
-                return self.generate(prompt, params)
-            return self.generate(prompt_token_ids=prompt, params=params)
+                return generate(prompt)
+            return generate(prompt_token_ids=prompt)
 
-        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
         window = _MANY_WINDOW * self.config.max_num_seqs // params.n
         return CompletionStream(prompts, submit, self.consumers, window=window)
 
@@ -304,8 +309,7 @@ class Engine:
     def _submit(
         self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
     ) -> TokenStream:
-        intake = self._core.intake
-        check_deadline(deadline_s)
+        intake, deadline_s = self._core.intake, check_deadline(deadline_s)
         if isinstance(prompt, np.ndarray):
             self._watch(request, prompt)  # may raise: before anything knows of it
             intake.register(request, deadline_s=deadline_s)

@@ -39,9 +39,14 @@ __all__ = [
 
 
 class AneuronError(Exception):
-    """Base of all errors that aneuron raises; `code` is a stable name for programs."""
+    """Base of all errors that aneuron raises; `code` is a stable name for programs.
+
+    Attributes:
+        prompt_index: which prompt of `Engine.generate_many` it is about, from 0; else None.
+    """
 
     code = "error"
+    prompt_index: int | None = None
 
     def copy(self) -> Self:
         """Return a fresh instance with the same message, facts and cause.

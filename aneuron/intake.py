@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Intake"]
 
 _RETRY_AFTER_S = 1.0  # while nothing has ended yet
-_SMOOTHING = 0.2  # weight of the last gap between two ends
+_LEAST_RETRY_S = 0.001
+_SMOOTHING = 0.2  # weight of the answer that ended last
 
 
 class Intake:
@@ -39,6 +40,7 @@ class Intake:
         num_preparing: prompts that are being turned into ids.
         num_watched: choices in the scheduler's hands whose text is looked at for stop strings.
         num_prompt_tokens: of requests admitted so far.
+        num_generated: tokens given out so far; the core counts them.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class Intake:
             notify: called after each change.
         """
         self.requests: dict[str, Request] = {}
-        self.num_preparing = self.num_watched = self.num_prompt_tokens = 0
+        self.num_preparing = self.num_watched = 0
+        self.num_prompt_tokens = self.num_generated = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self._scheduler = scheduler
         self._max_waiting = max_waiting
@@ -67,19 +70,12 @@ class Intake:
         self._group: asyncio.TaskGroup | None = None
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._num_live = 0  # choices that have not ended
-        self._num_generated = 0  # tokens of those that have
-        self._last_end_s: float | None = None
-        self._end_gap_s: float | None = None
+        self._num_left: dict[str, int] = {}  # of each request, by name
+        self._service_s: float | None = None  # from schedule to end, smoothed
 
     def start(self, group: asyncio.TaskGroup) -> None:
         """Run preparations in this group from now on."""
         self._group = group
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens given out so far."""
-        live = (len(one.output_ids) for first in self.requests.values() for one in first.choices)
-        return self._num_generated + sum(live)
 
     # ── coming in ───────────────────────────────────────────────────────────────────────
 
@@ -99,14 +95,16 @@ class Intake:
             )
         most = self._scheduler.max_num_seqs + (self._max_waiting or 0)
         if self._max_waiting is not None and self._num_live + num_choices > most:
+            retry_after_s = self._retry_after_s()
             raise Overloaded(
-                f"{self._num_live} requests run or wait, of at most {most} (max_num_seqs and "
-                "max_waiting)",
-                retry_after_s=self._retry_after_s(),
+                f"no room for {num_choices} more: {self._num_live} of at most {most} run or wait "
+                f"(max_num_seqs and max_waiting); try again in {retry_after_s:.3g} s",
+                retry_after_s=retry_after_s,
                 request_id=name,
             )
         self.requests[name] = request
         self._num_live += num_choices
+        self._num_left[name] = num_choices
         for one in request.choices:
             one.on_finish.append(partial(self._ended, request))
         if deadline_s is not None:
@@ -179,21 +177,36 @@ class Intake:
 
     def _ended(self, request: Request, one: Request) -> None:
         self._num_live -= 1
-        self._num_generated += len(one.output_ids)
+        self._num_left[request.name] -= 1
         self.num_watched -= one.watch is not None and one.prompt_ids is not None
-        self._note_end()
-        if all(choice.is_finished for choice in request.choices):
-            del self.requests[request.name]
+        self._note_service(one)
+        if not self._num_left[request.name]:
+            del self.requests[request.name], self._num_left[request.name]
             if request.name in self._deadlines:
                 self._deadlines.pop(request.name).cancel()
 
-    def _note_end(self) -> None:
-        now_s, last_s = self._scheduler.clock(), self._last_end_s
-        self._last_end_s = now_s if self._num_live else None  # idle time tells nothing
-        if last_s is not None:
-            gap_s, mean_s = now_s - last_s, self._end_gap_s
-            self._end_gap_s = gap_s if mean_s is None else mean_s + _SMOOTHING * (gap_s - mean_s)
+    def _note_service(self, one: Request) -> None:
+        if one.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return  # it ended before its time
+        if one.finished_s is not None and one.first_scheduled_s is not None:
+            taken_s, mean_s = one.finished_s - one.first_scheduled_s, self._service_s
+            self._service_s = (
+                taken_s if mean_s is None else mean_s + _SMOOTHING * (taken_s - mean_s)
+            )
 
     def _retry_after_s(self) -> float:
-        """Return in how many seconds a place may be free, by how often one became free lately."""
-        return _RETRY_AFTER_S if self._end_gap_s is None else max(0.001, self._end_gap_s)
+        """Return in how many seconds a place may be free: when the next answer should end.
+
+        By how long answers took lately and how long those that run have been at it; if one of
+        them takes longer than most, by how often one ends when their ends are spread evenly.
+        """
+        if self._service_s is None:
+            return _RETRY_AFTER_S
+        begun_s = [
+            one.first_scheduled_s
+            for request in self.requests.values()
+            for one in request.choices
+            if one.first_scheduled_s is not None and not one.is_finished
+        ]
+        left_s = self._service_s - (self._scheduler.clock() - min(begun_s, default=0.0))
+        return max(left_s, self._service_s / max(1, len(begun_s)), _LEAST_RETRY_S)

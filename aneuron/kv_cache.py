@@ -13,17 +13,18 @@ it is needed: the least recently used goes first.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from aneuron.request import Request
 
-__all__ = ["KVCacheManager"]
+__all__ = ["ComingFree", "KVCacheManager"]
 
 _ID_BYTES = 4  # int32
 _DIGEST_BYTES = 32
@@ -49,7 +50,9 @@ class KVCacheManager:
         # Last in, first out: a block handed on too early is overwritten at once, and a
         # test that looks for that finds it.
         self._free = list(range(num_blocks, 0, -1))
-        self._idle: dict[int, None] = {}  # content known, held by nobody; oldest use first
+        # Content known, held by nobody; oldest use first. A plain dict would look through all
+        # that were taken from its front, each time.
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self.num_held = np.zeros(num_slots, np.int64)
         self._sharers: dict[int, int] = {}  # holders of a block beyond the first
@@ -58,8 +61,7 @@ class KVCacheManager:
         self._num_offered = [0] * num_slots  # leading blocks whose content is known, or shared
         self._epoch_of = [0] * num_slots
         self._epoch = 0  # counts resets: what was written in another one is not offered
-        self._key = b""
-        self._renew_key()
+        self._hasher = _keyed_hasher()
         self.num_queries = self.num_hits = self.version = 0
 
     @property
@@ -80,15 +82,17 @@ class KVCacheManager:
         """Return how many of these nobody holds."""
         return sum(block in self._idle for block in blocks)
 
-    def num_freed_by(self, slots: Iterable[int]) -> int:
-        """Return how many blocks come free when all these slots give theirs back."""
-        if not self._sharers:
-            return int(sum(len(self._held[slot]) for slot in slots))
-        seen: dict[int, int] = {}
+    def coming_free(self, slots: Iterable[int], but: Iterable[int] = ()) -> ComingFree:
+        """Return a count of blocks that come free when these slots give theirs back.
+
+        Args:
+            slots: to begin with; more can be added.
+            but: blocks that do not count.
+        """
+        count = ComingFree(self._held, self._sharers, frozenset(but))
         for slot in slots:
-            for block in self._held[slot]:
-                seen[block] = seen.get(block, 0) + 1
-        return sum(count > self._sharers.get(block, 0) for block, count in seen.items())
+            count.add(slot)
+        return count
 
     # ── taking and giving back ──────────────────────────────────────────────────────────
 
@@ -118,16 +122,21 @@ class KVCacheManager:
         self._epoch_of[slot] = self._epoch
         return np.array(blocks, np.int32)
 
-    def share(self, slot: int, owner: int, num_tokens: int) -> np.ndarray | None:
-        """Give a slot the blocks that `num_tokens` tokens of another fill, and one to copy to.
+    def share(self, slots: Sequence[int], owner: int, num_tokens: int) -> None:
+        """Give slots the blocks that `num_tokens` tokens of another fill, and one to copy to.
 
-        Returns:
-            int32 [blocks]; the last is a free one if it is not filled. None if none is free.
+        The last block of each is a free one if the tokens do not fill it: so many must be.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
-        blocks = self.allocate(slot, 1 if rest else 0, self._held[owner][:num_full])
-        self._epoch_of[slot] = self._epoch_of[owner]
-        return blocks
+        shared = self._held[owner][:num_full]
+        for block in shared:
+            self._sharers[block] = self._sharers.get(block, 0) + len(slots)
+        for slot in slots:
+            self._held[slot] = shared + self._take(1 if rest else 0)
+            self.num_held[slot] = len(self._held[slot])
+            self._num_offered[slot] = num_full
+            self._epoch_of[slot] = self._epoch_of[owner]
+        self.version += 1
 
     def blocks_of(self, slot: int) -> np.ndarray:
         """Return the blocks that a slot holds, int32 [blocks]."""
@@ -163,9 +172,8 @@ class KVCacheManager:
     def _take(self, count: int) -> list[int]:
         free, idle = self._free, self._idle
         while len(free) < count:
-            block = next(iter(idle))
+            block, _ = idle.popitem(last=False)
             self.version += 1
-            del idle[block]
             del self._block_of[self._digest_of.pop(block)]
             free.append(block)
         return [free.pop() for _ in range(count)]
@@ -173,7 +181,7 @@ class KVCacheManager:
     # ── content ─────────────────────────────────────────────────────────────────────────
 
     def find(self, request: Request, token_ids: np.ndarray) -> list[int]:
-        """Return the blocks that hold the beginning of these tokens, int32 [n].
+        """Return the blocks that hold the beginning of these tokens (int32 [n]), in order.
 
         At least one token is left out: without computing one there is nothing to sample from.
         """
@@ -210,14 +218,21 @@ class KVCacheManager:
     def reset(self) -> None:
         """Forget all content; holders keep their blocks, which are not offered any more."""
         self._free += self._idle
-        for known in (self._idle, self._block_of, self._digest_of):
-            known.clear()
+        self._idle.clear()
+        self._block_of.clear()
+        self._digest_of.clear()
         self._epoch += 1
         self.version += 1
-        self._renew_key()
+        self._hasher = _keyed_hasher()
 
-    def _renew_key(self) -> None:
-        self._key = os.urandom(_DIGEST_BYTES)
+    def name_blocks(self, request: Request, forks: Iterable[Request]) -> None:
+        """Name a request's full blocks so far, and let its other choices have the names."""
+        ids = request.token_ids()
+        if (num_full := len(ids) // self.block_size) and self.prefix_caching:
+            self._digest(request, ids.data.cast("B"), num_full - 1)
+        for fork in forks:
+            fork.block_digests = request.block_digests.copy()
+            fork.digest_epoch = request.digest_epoch
 
     def _digest(self, request: Request, ids: memoryview, index: int) -> bytes:
         """Return the name of a request's block; those before it are made once."""
@@ -227,9 +242,40 @@ class KVCacheManager:
         digests, size = request.block_digests, self.block_size * _ID_BYTES
         while len(digests) <= index:
             begin = len(digests) * size
-            hashed = blake2b(
-                digests[-1] if digests else b"", digest_size=_DIGEST_BYTES, key=self._key
-            )
+            hashed = self._hasher.copy()  # half the time of one made with its key
+            if digests:
+                hashed.update(digests[-1])
             hashed.update(ids[begin : begin + size])
             digests.append(hashed.digest())
         return digests[index]
+
+
+class ComingFree:
+    """Counts blocks that come free as slots give theirs back, one slot after the other."""
+
+    def __init__(
+        self, held: Sequence[Sequence[int]], sharers: Mapping[int, int], but: frozenset[int]
+    ) -> None:
+        """Begin at none; made by `KVCacheManager.coming_free`."""
+        self.count = 0
+        self._held = held
+        self._sharers = sharers
+        self._but = but
+        self._seen: dict[int, int] = {}  # shared blocks: how many of the slots hold them
+
+    def add(self, slot: int) -> None:
+        """Count a slot's blocks, too."""
+        blocks = self._held[slot]
+        if not (self._sharers or self._but):
+            self.count += len(blocks)
+            return
+        for block in blocks:
+            if sharers := self._sharers.get(block, 0):
+                self._seen[block] = seen = self._seen.get(block, 0) + 1
+                self.count += seen > sharers and block not in self._but
+            else:
+                self.count += block not in self._but
+
+
+def _keyed_hasher() -> blake2b:
+    return blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(_DIGEST_BYTES))

@@ -162,7 +162,10 @@ def _check_float(name: str, value: object, *, low: float, high: float) -> None:
         isinstance(value, bool) or not isinstance(value, numbers.Real)
     ):
         raise InvalidRequest(f"{name} must be a number, not {value!r}", param=name)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         raise InvalidRequest(f"{name} must be in {low:g}..{high:g}, not {number}", param=name)
 
@@ -221,17 +224,18 @@ def check_n(n: int, *, max_num_seqs: int) -> None:
         raise InvalidRequest(f"n {n} is over max_num_seqs {max_num_seqs}", param="n")
 
 
-def check_deadline(deadline_s: float | None) -> None:
-    """Check the deadline of a request, in seconds from now.
+def check_deadline(deadline_s: float | None) -> float | None:
+    """Return the deadline of a request as a float, in seconds from now: over 0, up to 1e6.
 
     Raises:
-        InvalidRequest: it is not over 0.
+        InvalidRequest: it is none.
     """
     if deadline_s is None:
-        return
+        return None
     _check_float("deadline_s", deadline_s, low=0.0, high=_MAX_DEADLINE_S)
     if deadline_s == 0:
         raise InvalidRequest("deadline_s must be over 0", param="deadline_s")
+    return float(deadline_s)
 
 
 def num_likeliest(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> int | None:

@@ -62,6 +62,7 @@ class Request:
         "forks",
         "is_released",
         "last_is_end_id",
+        "made_way_up_to",
         "name",
         "on_finish",
         "output_ids",
@@ -107,7 +108,8 @@ class Request:
         self.choice = choice
         # Choice 0 has the others, and computes the prompt for all.
         self.forks: tuple[Request, ...] = ()
-        self.unforked: tuple[Request, ...] = ()  # the same until the prompt is computed
+        self.unforked: tuple[Request, ...] = ()  # the same until its last chunk is planned
+        self.made_way_up_to = 0  # the newest request's id when it was preempted
         self.cached_tokens: int | None = None  # of the prompt; None before it is scheduled
         self.block_digests: list[bytes] = []  # of its leading full blocks, as far as known
         self.digest_epoch = -1  # of the cache that they belong to
@@ -186,6 +188,7 @@ class Request:
     def release(self) -> None:
         """Record that it holds nothing any more, and wake who waits for that."""
         self.is_released = True
+        self.block_digests = []
         for waiter in self._release_waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""Stop early, in four ways: `python examples/cancel_and_deadline.py [MODEL]`."""
+"""Stop early, in five ways: `python examples/cancel_and_deadline.py [MODEL]`."""
 
 import asyncio
 import sys
@@ -27,6 +27,9 @@ async def main(model: str = "smollm2-135m") -> None:
                 await engine.generate("Once upon a time", max_tokens=5000)
         except TimeoutError:
             print("too late")
+
+        answer = await engine.generate("Once upon a time", max_tokens=5000, deadline_s=0.05)
+        print(f"{answer.abort_reason}: {len(answer.token_ids)} tokens")  # those are returned
         await engine.wait_idle()
         print("left:", engine.stats().running)
 

@@ -3,9 +3,7 @@
 import pytest
 
 import aneuron
-from aneuron.testing import count_engine, no_leaks
-
-pytestmark = pytest.mark.anyio
+from aneuron.testing import count_engine, no_leaks, run_virtual
 
 
 @pytest.fixture
@@ -20,11 +18,16 @@ async def my_app(engine: aneuron.Engine, start: int) -> list[int | None]:
     ]
 
 
+@pytest.mark.anyio
 async def test_my_app_passes_every_token_on() -> None:
     async with count_engine() as engine, no_leaks(engine):
         assert await my_app(engine, 41) == [42, 43, 44]
 
 
-async def test_my_app_survives_a_slow_device() -> None:
-    async with count_engine(latency=0.01) as engine, no_leaks(engine):
-        assert await my_app(engine, 7) == [8, 9, 10]
+def test_my_app_survives_a_slow_device() -> None:
+    async def main() -> float:
+        async with count_engine(latency=20.0) as engine, no_leaks(engine):
+            assert await my_app(engine, 7) == [8, 9, 10]
+            return engine.loop.time()
+
+    assert run_virtual(main()) == 60.0  # three steps on virtual time: nothing slept

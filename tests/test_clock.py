@@ -413,3 +413,14 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         run_virtual(wait_for_ever())
     gc.collect()
     assert not seen
+
+
+async def test_it_is_not_run_inside_another_loop() -> None:
+    """And nothing of it is left for a later garbage collection to complain about."""
+
+    async def main() -> None:
+        """Do nothing."""
+
+    with pytest.raises(RuntimeError, match=r"run_virtual\(\) makes an event loop of its own"):
+        run_virtual(main())
+    gc.collect()

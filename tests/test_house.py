@@ -234,6 +234,13 @@ def test_type_checkers_see_the_same_exports() -> None:
     assert seen == set(aneuron.__all__) - {"__version__"}
 
 
+def test_the_readme_names_every_file_at_the_top() -> None:
+    listed = set(re.findall(r"`([\w.]+/?)`", (ROOT / "README.md").read_text("utf-8")))
+    there = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    there |= {path.name for path in PACKAGE.glob("*.py")}
+    assert there - listed == set()
+
+
 # ── what must not be in the tree ────────────────────────────────────────────────────────
 
 

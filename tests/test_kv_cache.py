@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,8 +67,7 @@ def test_a_slot_that_held_blocks_over_a_reset_offers_none_of_them() -> None:
     request.output_ids.extend([4, 5, 6])
     kv.extend(np.array([0], np.int64))
     kv.offer(0, request, 6)
-    shared = kv.share(1, 0, 3)  # nor what another choice of it writes
-    assert shared is not None
+    kv.share([1], 0, 3)  # nor what another choice of it writes
     kv.offer(1, request, 4)
     assert kv.num_cached == 0
     assert found_for(kv, [1, 2, 3, 4, 5, 6, 7]) == []
@@ -153,11 +150,11 @@ def test_a_shared_block_comes_free_with_its_last_holder(holders: int) -> None:
     kv = KVCacheManager(4, 2, 3)
     filled(kv, 0, 1, [1, 2])
     for slot in range(1, holders):
-        shared: Any = kv.share(slot, 0, 2)
-        assert shared.tolist() == kv.blocks_of(0).tolist()
+        kv.share([slot], 0, 2)
+        assert kv.blocks_of(slot).tolist() == kv.blocks_of(0).tolist()
     for slot in range(holders):
         assert kv.num_free == 3
-        assert kv.num_freed_by(range(slot, holders)) == 1
-        assert kv.num_freed_by(range(slot + 1, holders)) == 0
+        assert kv.coming_free(range(slot, holders)).count == 1
+        assert kv.coming_free(range(slot + 1, holders)).count == 0
         kv.free(slot)
     assert kv.num_free == 4

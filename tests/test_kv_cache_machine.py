@@ -159,11 +159,10 @@ class PoolMachine(RuleBasedStateMachine):
         prompt_len = owner.request.prompt_len
         num_full, rest = divmod(prompt_len, self.size)
         held, free, room = self.held(), self.free(), self.kv.num_free
-        blocks = self.kv.share(slot, owner_slot, prompt_len)
         if rest and not room:
-            assert blocks is None
             return
-        assert blocks is not None
+        self.kv.share([slot], owner_slot, prompt_len)
+        blocks = self.kv.blocks_of(slot)
         assert blocks[:num_full].tolist() == owner.blocks[:num_full]
         own = blocks[num_full:].tolist()
         assert len(own) == (1 if rest else 0), "a block that is not full is never shared"
@@ -263,7 +262,9 @@ class PoolMachine(RuleBasedStateMachine):
         ):
             others = {b for s, one in self.holders.items() if s not in some for b in one.blocks}
             mine = {b for s, one in self.holders.items() if s in some for b in one.blocks}
-            assert self.kv.num_freed_by(some) == len(mine - others)
+            assert self.kv.coming_free(some).count == len(mine - others)
+            but = set(sorted(mine)[::2])
+            assert self.kv.coming_free(some, but).count == len(mine - others - but)
         everything = range(1, self.num_blocks + 1)
         assert self.kv.num_idle(everything) == len(self.idle)
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from aneuron import FinishReason, InvalidRequest, Overloaded
-from aneuron.testing import ByteTokenizer, count_engine, no_leaks
+from aneuron.testing import ByteTokenizer, count_engine, no_leaks, run_virtual
 from tests.support import STEP_S, after, assert_serves, device_of, every_carry, outcome, start
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from aneuron import Engine, TokenStream
 
 Carry = dict[str, Any]  # engine options
@@ -112,6 +111,50 @@ async def test_retry_after_follows_how_often_a_place_comes_free() -> None:
         assert caught.value.code == "overloaded"
 
 
+def test_retry_after_where_a_whole_batch_ends_together() -> None:
+    """Clients that obey it do not knock in vain a thousand times."""
+
+    async def main() -> tuple[float, int]:
+        async with count_engine(max_num_seqs=8, max_waiting=8, latency=0.1) as engine:
+            first = [start(engine, 100 * n, 50) for n in range(8)]
+            await asyncio.gather(*first)
+            full = [start(engine, 100 * n, 50) for n in range(16)]
+            await asyncio.sleep(0.25)
+            full[15].cancel()  # a place that nobody had to wait for
+            full.append(start(engine, 7, 50))
+            with pytest.raises(Overloaded) as caught:
+                _ = start(engine, 5, 50)
+            refused = [0]
+
+            async def client(n: int) -> None:
+                while True:
+                    try:
+                        await start(engine, 100 * n, 50)
+                    except Overloaded as error:
+                        refused[0] += 1
+                        await asyncio.sleep(error.retry_after_s)
+                    else:
+                        return
+
+            async with asyncio.TaskGroup() as group:
+                for n in range(40):
+                    group.create_task(client(n))
+            return caught.value.retry_after_s, refused[0]
+
+    retry_after_s, num_refused = run_virtual(main())
+    assert 4 < retry_after_s < 5.5, "an answer takes 5.1 s, and those that run began 0.3 s ago"
+    assert num_refused < 40 * 20
+
+
+async def test_what_was_asked_for_is_in_the_message() -> None:
+    async with count_engine(max_num_seqs=2, max_waiting=1, latency=STEP_S) as engine:
+        running = [start(engine, 100 * n, 500) for n in (1, 2)]
+        with pytest.raises(Overloaded, match="no room for 2 more: 2 of at most 3"):
+            _ = engine.generate(prompt_token_ids=[1], n=2)
+        for one in running:
+            one.cancel()
+
+
 # ── deadlines ───────────────────────────────────────────────────────────────────────────
 
 
@@ -134,6 +177,37 @@ async def test_a_deadline_ends_what_runs_and_keeps_its_tokens(carry: Carry) -> N
         assert ids == after(10, len(ids))
         assert (await other).token_ids == after(500, 30)
         assert not engine._core.intake._deadlines
+
+
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, int])
+def test_deadlines_of_any_number_type(kind: Any) -> None:
+    async def main() -> None:
+        async with count_engine(latency=0.1) as engine:
+            await expired(start(engine, 10, 5000, deadline_s=kind(2)))
+            short: Any = np.float32(0.1)
+            await asyncio.sleep(short)
+
+    run_virtual(main())
+
+
+async def test_deadlines_beyond_all_numbers_are_refused() -> None:
+    async with count_engine() as engine:
+        for name in ("deadline_s", "temperature"):
+            huge: dict[str, Any] = {name: 10**400}
+            with pytest.raises(InvalidRequest) as caught:
+                _ = engine.generate(prompt_token_ids=[1], **huge)
+            assert caught.value.param == name
+
+
+async def test_many_prompts_have_priority_and_a_deadline_each() -> None:
+    async with count_engine(scheduling_policy="priority", latency=STEP_S) as engine:
+        many = engine.generate_many([[10], [20]], max_tokens=5000, deadline_s=0.05, priority=3)
+        priorities = {one.priority for one in engine._core.intake.requests.values()}
+        assert priorities == {3}
+        answers = [answer async for _, answer in many]
+        assert [one.abort_reason for one in answers] == ["deadline"] * 2
+        with pytest.raises(InvalidRequest):
+            engine.generate_many([[10]], deadline_s=-1)
 
 
 @every_carry

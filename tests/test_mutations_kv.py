@@ -29,7 +29,7 @@ def forget_the_parent(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: KVCacheManager, request: Any, ids: memoryview, index: int) -> bytes:
         size = self.block_size * 4
-        return blake2b(ids[index * size : (index + 1) * size], key=self._key).digest()
+        return blake2b(ids[index * size : (index + 1) * size]).digest()
 
     patch.setattr(KVCacheManager, "_digest", broken)
 
@@ -115,8 +115,9 @@ def offer_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
 def share_the_last_block(patch: pytest.MonkeyPatch) -> None:
     """Let all choices write the block that their prompt fills in part."""
 
-    def broken(self: KVCacheManager, slot: int, owner: int, num_tokens: int) -> Any:
-        return self.allocate(slot, 0, self._held[owner][: self.blocks_for(num_tokens)])
+    def broken(self: KVCacheManager, slots: list[int], owner: int, num_tokens: int) -> None:
+        for slot in slots:
+            self.allocate(slot, 0, self._held[owner][: self.blocks_for(num_tokens)])
 
     patch.setattr(KVCacheManager, "share", broken)
 

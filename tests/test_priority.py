@@ -9,7 +9,7 @@ import pytest
 
 from aneuron import InvalidRequest
 from aneuron.request import RequestState
-from aneuron.testing import Sum, count_engine, no_leaks, sim_engine
+from aneuron.testing import Sum, count_engine, no_leaks, run_virtual, sim_engine
 from tests.support import (
     after,
     assert_serves,
@@ -194,3 +194,41 @@ async def test_a_half_computed_prompt_makes_way(carry: Carry) -> None:
             assert (await second).token_ids == sum_reference(high, 6)
             assert (await first).token_ids == sum_reference(low, 6)
         assert engine.stats().preemptions == 1
+
+
+@every_carry
+def test_later_urgent_ones_do_not_lock_the_preempted_out(carry: Carry) -> None:
+    """One or two short urgent requests at a time, in a pool that has room beside them."""
+
+    async def main() -> tuple[list[float], float]:
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 24, "max_num_seqs": 8}
+        async with count_engine(
+            **carry, **options, scheduling_policy="priority", latency=0.01
+        ) as engine:
+
+            async def low(n: int) -> float:
+                assert (await start(engine, n, 28, priority=1)).token_ids == after(n, 28)
+                return loop.time()
+
+            async def urgent(n: int) -> None:
+                await asyncio.sleep(0.05 + n * 0.18)
+                prompt = [7] * 7 + [100 * n]
+                answer = await engine.generate(prompt_token_ids=prompt, max_tokens=20)
+                assert answer.token_ids == after(100 * n, 20)
+
+            async with asyncio.TaskGroup() as group:
+                lows = [group.create_task(low(n)) for n in (1000, 2000, 3000)]
+                for n in range(60):
+                    group.create_task(urgent(n))
+                await asyncio.sleep(5)
+                late = engine.generate(prompt_token_ids=[1], max_tokens=2, priority=1)
+                began_s = loop.time()
+                await late
+                waited_s = loop.time() - began_s
+            assert engine.stats().preemptions >= 1
+            return [one.result() for one in lows], waited_s
+
+    ended_s, waited_s = run_virtual(main())
+    assert max(ended_s) < 2
+    assert waited_s < 0.1

@@ -193,3 +193,35 @@ def test_one_long_prompt_and_many_short_ones_are_not_packed_together() -> None:
         answer(scheduler, plan)
     assert list(computed.values()) == lengths
     assert max(sizes) > 10, "short ones alone are packed"
+
+
+def test_nobody_makes_way_for_what_they_hold_themselves() -> None:
+    """Blocks that a newcomer shares with a victim are needed still when the victim has gone."""
+    scheduler = scheduler_of(num_blocks=30, budget=256, eos=())
+    shared = list(range(100, 140))  # 10 blocks
+
+    def add(number: int, prompt: list[int], max_tokens: int, priority: int) -> Request:
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(number, f"r{number}", params, arrival_s=0.0, priority=priority)
+        request.prompt_ids = np.array(prompt, np.int32)
+        scheduler.add(request)
+        return request
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            if (plan := scheduler.schedule()) is not None:
+                answer(scheduler, plan)
+
+    add(1, [*shared, 1], 1, 2)
+    run(2)
+    hog = add(2, [3] * 38, 60, 0)
+    low = add(3, [*shared, *[5] * 14], 40, 2)
+    run(4)
+    assert low.cached_tokens == 40
+    newcomer = add(4, [*shared, *[7] * 66], 4, 1)  # 17 blocks beside those 10
+    run(2)
+    assert newcomer.state is RequestState.WAITING
+    assert low.state is RequestState.RUNNING, "its 4 own blocks would not do"
+    assert hog.state is RequestState.RUNNING
+    run(200)
+    assert {one.finish_reason for one in (hog, low, newcomer)} == {FinishReason.LENGTH}

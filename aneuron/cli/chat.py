@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from aneuron.cli.options import ChatSampling, EngineSettings, opened
+from aneuron.cli.loading import opened
+from aneuron.cli.options import ChatSampling, EngineSettings
 from aneuron.cli.run import show
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import describe, note

@@ -1,19 +1,21 @@
-"""`aneuron run`: one prompt, one answer.
+"""`aneuron run`: one prompt, one answer or several.
 
 Comes in: a model's name, a prompt from the arguments, from stdin or from both. Goes out: the
-answer's text on stdout as it comes, or one JSON object; statistics on stderr.
+answer's text on stdout as it comes, several under a heading each, or one JSON object;
+statistics on stderr.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from aneuron.cli.options import EngineSettings, Sampling, opened
+from aneuron.cli.loading import opened
+from aneuron.cli.options import EngineSettings, SeveralSampling
+from aneuron.cli.report import answer, facts, print_stats
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import note
 from aneuron.errors import InvalidRequest
@@ -28,7 +30,7 @@ __all__ = ["Flag", "read_prompt", "run", "show", "submit"]
 
 _PATIENCE_S = 5.0  # for a stdin that may have more of a prompt, or be open by accident
 _ENGINE = EngineSettings()
-_SAMPLING = Sampling()
+_SAMPLING = SeveralSampling()
 Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -42,7 +44,7 @@ async def run(
     stats: Flag = False,
     as_json: Annotated[Flag, Parameter(name="--json")] = False,
     quiet: Flag = False,
-    sampling: Sampling = _SAMPLING,
+    sampling: SeveralSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,
 ) -> None:
     """Answer one prompt; the text comes to stdout as it is made.
@@ -64,13 +66,17 @@ async def run(
     async with opened(model, engine, quiet=quiet or as_json) as opened_engine:
         load_s = time.monotonic() - started_s
         stream = submit(opened_engine, text, params, system=system, raw=raw)
-        completion = await (stream if as_json else show(stream))
+        # Of several, the tokens come mixed: they are shown when all have ended.
+        completion = await (stream if as_json or params.n > 1 else show(stream))
         await opened_engine.wait_idle()
-        facts = _facts(model, opened_engine, completion, load_s)
+        told = facts(model, opened_engine, completion, load_s)
     if as_json:
-        print(json.dumps(_answer(completion) | facts, ensure_ascii=False), flush=True)
-    elif stats:
-        _print_stats(completion, facts)
+        print(json.dumps(answer(completion) | told, ensure_ascii=False), flush=True)
+        return
+    if params.n > 1:
+        _print_choices(completion)
+    if stats:
+        print_stats(completion, told)
 
 
 async def read_prompt(argument: str | None) -> str:
@@ -126,64 +132,6 @@ async def show(stream: TokenStream) -> Completion:
     return await stream
 
 
-# ── what it did ─────────────────────────────────────────────────────────────────────────
-
-
-def _facts(model: str, engine: Engine, completion: Completion, load_s: float) -> dict[str, Any]:
-    stats = engine.stats()
-    return {
-        "model": model,
-        "device": engine.device.name,
-        "dtype": engine.spec.dtype,
-        "timing": {"load_s": load_s, **asdict(completion.timing), **_rates(completion)},
-        "stats": {**asdict(stats), "decode_async_share": stats.decode_async_share},
-    }
-
-
-def _rates(completion: Completion) -> dict[str, float | None]:
-    """Return tokens per second: over decoding (from first to last token), and over the call."""
-    num_tokens, timing = completion.usage.completion_tokens, completion.timing
-    decode_s = timing.total_s - (timing.ttft_s or 0.0)
-    has_decoded = num_tokens > 1 and decode_s > 0
-    return {
-        "decode_tokens_per_s": (num_tokens - 1) / decode_s if has_decoded else None,
-        "tokens_per_s": num_tokens / timing.total_s if timing.total_s > 0 else None,
-    }
-
-
-def _answer(completion: Completion) -> dict[str, Any]:
-    usage = completion.usage
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "usage": {**asdict(usage), "total_tokens": usage.total_tokens},
-    }
-
-
-def _print_stats(completion: Completion, facts: dict[str, Any]) -> None:
-    timing, stats = facts["timing"], facts["stats"]
-    breaks = [
-        f"{reason} {entry['count']} ({entry['seconds']:.3f} s)"
-        for reason, entry in stats["breaks"].items()
-    ]
-    lines = {
-        "model": facts["model"],
-        "device": facts["device"],
-        "dtype": facts["dtype"],
-        "load": f"{timing['load_s']:.2f} s",
-        "prompt tokens": completion.usage.prompt_tokens,
-        "new tokens": f"{completion.usage.completion_tokens} ({completion.finish_reason})",
-        "time to first token": _number(timing["ttft_s"], "s", digits=3),
-        "decoding": _number(timing["decode_tokens_per_s"], "tokens/s", digits=1),
-        "whole call": _number(timing["tokens_per_s"], "tokens/s", digits=1),
-        **{name: stats[name] for name in ("steps", "async_steps", "sync_fallback_steps")},
-        "decode_async_share": f"{stats['decode_async_share']:.3f}",
-        "breaks": ", ".join(breaks) or "none",
-    }
-    note("\n" + "\n".join(f"{name:<20} {value}" for name, value in lines.items()))
-
-
-def _number(value: float | None, unit: str, *, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f} {unit}"
+def _print_choices(completion: Completion) -> None:
+    answers = [f"== choice {one.index} ==\n{one.text}\n" for one in completion.choices]
+    print("\n".join(answers), end="", flush=True)

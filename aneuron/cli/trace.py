@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aneuron.cli.options import EngineSettings, Sampling, opened
+from aneuron.cli.loading import opened
+from aneuron.cli.options import EngineSettings, SeveralSampling
 from aneuron.cli.run import Flag, read_prompt, submit
 from aneuron.cli.terminal import note
 from aneuron.errors import ConfigError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["trace"]
 
 _ENGINE = EngineSettings()
-_SAMPLING = Sampling()
+_SAMPLING = SeveralSampling()
 
 
 async def trace(
@@ -39,7 +40,7 @@ async def trace(
     system: str | None = None,
     raw: Flag = False,
     quiet: Flag = False,
-    sampling: Sampling = _SAMPLING,
+    sampling: SeveralSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,
 ) -> None:
     """Answer a prompt, and write down when each step reached each stage.

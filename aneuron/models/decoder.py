@@ -47,7 +47,7 @@ class Decoder(nn.Module):
 
     No garbage reaches a row, not even NaN: a key position past a row's context is read
     from the row's own first token instead of from the cache slot there, so all that is
-    gathered for a row has been written by that row, and masked scores multiply finite
+    gathered for a row has been written for its tokens, and masked scores multiply finite
     values by zero. (A mask alone would not do: 0 * NaN is NaN.)
     """
 
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         *,
         max_query_len: int,
     ) -> torch.Tensor:
-        """Run one step: write the tokens' keys and values, return the rows' logits.
+        """Run one step: write the tokens' keys and values, return the logits asked for.
 
         Args:
             input_ids: int [T].
@@ -86,13 +86,14 @@ class Decoder(nn.Module):
             query_start: int [R + 1], first token of each row.
             block_table: int [R, B].
             context_lens: int [R], tokens in the cache after this step, at least 1.
-            logits_indices: int [R], token whose logits a row wants.
+            logits_indices: int [S], tokens whose logits are wanted; with T == R and one token a
+                row they are all, in order.
             k_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim].
             v_caches: like k_caches.
             max_query_len: most tokens of one row. With 1 and T == R, token r is row r's.
 
         Returns:
-            float32 [R, vocab_size].
+            float32 [S, vocab_size].
         """
         direct = max_query_len == 1 and len(input_ids) == len(context_lens)
         block_size = k_caches[0].shape[1]

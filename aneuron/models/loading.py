@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aneuron.config import MOST_CELLS
 from aneuron.device import open_device
 from aneuron.errors import ConfigError
 from aneuron.models.simulated import SimModel, simulated_model
@@ -158,6 +159,6 @@ def _pool_size(model: Model, device: Device, config: EngineConfig, max_model_len
         raise ConfigError(
             f"{budget} bytes do not hold one block of the KV cache", param="kv_cache_bytes"
         )
-    # No more than all requests can use at their longest.
+    # No more than all requests can use at their longest, or have an int32 number.
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return int(min(num_blocks, useful))
+    return int(min(num_blocks, useful, MOST_CELLS // config.block_size - 1))

@@ -62,8 +62,9 @@ class Scheduler:
         self.clock = clock
         self._order: list[int] = []  # slots of running requests, as admitted
         self._removed: list[int] = []  # slots that left since the last plan
-        self._slots = SlotTable(num_slots, self._give_back)
+        self._slots = SlotTable(num_slots)
         self._prompts = Prompts(num_slots, kv, self._slots)
+        self._slots.on_release = self._prompts.give_back
         self._admission = Admission(kv, self._slots, max_num_seqs=max_num_seqs)
         self._queue = self._admission.queue
         # Tokens in flight are off these two, so a row that will end by length, and one that
@@ -79,7 +80,7 @@ class Scheduler:
         self._ending: list[int] = []  # slots whose token of the plan being made is the last
         self._ones = np.ones(max_num_seqs, np.int32)
         self._prefilled_last = False
-        self._step_id = 0
+        self._step_id = self._newest_id = 0
         self.num_preemptions = 0
 
     # ── what the engine asks ────────────────────────────────────────────────────────────
@@ -113,13 +114,13 @@ class Scheduler:
         """Queue a request whose prompt is known and fits, with all its choices."""
         for one in (request, *request.unforked):
             one.state = RequestState.WAITING
+            self._newest_id = max(self._newest_id, one.request_id)
         self._queue.add(request)
 
     def finish(self, request: Request, reason: FinishReason, **facts: Any) -> None:
         """End a request now, wherever it stands; late tokens of it are dropped.
 
-        Choices that wait for its prompt end alike. `facts` are those of `Request.finish`:
-        stop_reason, abort_reason, error.
+        Choices that wait for its prompt end alike. `facts` are those of `Request.finish`.
         """
         state = request.state
         if state is RequestState.FINISHED:
@@ -141,7 +142,9 @@ class Scheduler:
         """End every request and free everything: no step in flight will come back."""
         for request in [*self._slots.holders, *self._queue]:
             self.finish(request, FinishReason.ERROR, error=error.copy())
+        self._prompts.abandon()
         self._slots.applied(self._step_id)
+        self._removed = list(range(len(self._room)))  # a plan that broke off took some along
 
     def take_removed(self) -> tuple[int, ...]:
         """Return the slots that left the batch since the last plan, and forget them."""
@@ -188,9 +191,7 @@ class Scheduler:
         """Preempt those of less priority that keep out who is next in line."""
         one = self._admission.head()
         if one is not None and not self._admission.fits(one, self._order):
-            for victim in self._admission.victims(one, self._order):
-                if victim.state is RequestState.RUNNING:  # choices that sleep go together
-                    self._preempt(victim)
+            self._preempt_all(self._admission.victims(one, self._order))
 
     def _admit(
         self, chunks: Chunks, new: list[NewRequest], *, ahead_of: tuple[int, int] | None = None
@@ -304,15 +305,23 @@ class Scheduler:
         Blocks of requests that left come free with the step that holds them: waiting is
         cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
         """
-        kv = self.kv
-        while kv.num_free + kv.num_freed_by(self._slots.leaving) < len(short):
-            if len(self._order) == 1:
-                break
-            self._preempt(self._slots[max(self._order, key=self._rank_of)])
+        kv, wanting = self.kv, set(short.tolist())
+        coming = kv.coming_free(self._slots.leaving)
+        running, victims = sorted(self._order, key=self._rank_of), []
+        while kv.num_free + coming.count < len(wanting) and len(running) > 1:
+            slot = running.pop()
+            coming.add(slot)
             # The victim may be one of the rows that want a block, and then wants none.
-            short = short[self._active[short] > 0]
-        first = sorted(short.tolist(), key=self._rank_of)
+            wanting.discard(slot)
+            victims.append(self._slots[slot])
+        self._preempt_all(victims)
+        first = sorted((slot for slot in wanting if self._active[slot]), key=self._rank_of)
         return np.array(first[: kv.num_free], np.int64)
+
+    def _preempt_all(self, victims: Iterable[Request]) -> None:
+        for victim in victims:
+            if victim.state is RequestState.RUNNING:  # choices that sleep go together
+                self._preempt(victim)
 
     def _preempt(self, request: Request) -> None:
         """Take slots and blocks away; with a choice that sleeps, from all that wait with it."""
@@ -321,6 +330,7 @@ class Scheduler:
         for one in (request, *request.unforked):
             one.state = RequestState.PREEMPTED
             self._leave(one.slot)
+        request.made_way_up_to = self._newest_id
         self._queue.add(request)
         self._slots.release_unheld()
 
@@ -377,9 +387,6 @@ class Scheduler:
         for slot in self._prompts.failed(plan):
             self.finish(self._slots[slot], FinishReason.ERROR, error=error.copy())
         self._slots.applied(plan.step_id)
-
-    def _give_back(self, slot: int, request: Request) -> None:
-        self._prompts.give_back(slot, request)
 
     def _leave(self, slot: int) -> None:
         if slot in self._slots.leaving:  # its last token is in flight

@@ -60,6 +60,7 @@ class Admission:
         self.leader_of: dict[int, Request] = {}
         self._seen: tuple[int, ...] = ()  # who was looked at last, and how things stood
         self._candidate: Candidate | None = None
+        self._hopeless: tuple[int, ...] = ()  # likewise, where all victims would not do
 
     def discard(self, request: Request) -> None:
         """Forget a request, if it waits."""
@@ -89,8 +90,8 @@ class Admission:
     def fits(self, one: Candidate, running: Sequence[int]) -> bool:
         """Whether it can be let in now, beside those that run, given by slot.
 
-        One block more for each of them, or the newcomer would be preempted at once. Who made
-        way for others of a better priority comes back when those have ended.
+        One block more for each of them, or the newcomer would be preempted at once. Who was
+        preempted comes back when those of a better priority have ended that were there then.
         """
         num_running, request = len(running), one.request
         if (
@@ -100,7 +101,8 @@ class Admission:
         ):
             return False
         return request.state is not RequestState.PREEMPTED or not any(
-            self._slots[slot].priority < request.priority for slot in running
+            other.priority < request.priority and other.request_id <= request.made_way_up_to
+            for other in map(self._slots.__getitem__, running)
         )
 
     def victims(self, one: Candidate, running: Sequence[int]) -> list[Request]:
@@ -108,20 +110,27 @@ class Admission:
 
         Nobody, if what comes free anyway will do, or if all of them would not.
         """
+        seen = one.request.request_id, self._kv.version, len(running)
+        if seen == self._hopeless:
+            return []
         requests = map(self._slots.__getitem__, running)
         worse = sorted((r for r in requests if r.priority > one.request.priority), key=rank)
-        slots, num_running = list(self._slots.leaving), len(running)
+        # What it found counts as needed once its holders are gone.
+        free = self._kv.coming_free(self._slots.leaving, but=one.found)
+        num_running = len(running)
         victims: list[Request] = []
-        while True:
-            seats = self._max_num_seqs - num_running
-            blocks = self._kv.num_free + self._kv.num_freed_by(slots) - num_running
-            if one.num_seats <= seats and one.num_blocks <= blocks:
-                return victims
+        while not self._would_fit(one, num_running, free.count):
             if not worse:
+                self._hopeless = seen
                 return []
             victims.append(worse.pop())
-            slots.append(victims[-1].slot)
+            free.add(victims[-1].slot)
             num_running -= 1
+        return victims
+
+    def _would_fit(self, one: Candidate, num_running: int, coming: int) -> bool:
+        room = self._kv.num_free + coming - num_running
+        return num_running + one.num_seats <= self._max_num_seqs and one.num_blocks <= room
 
     def admit(self, one: Candidate) -> NewRequest:
         """Give a request that fits, and its choices, slots and blocks."""
@@ -136,20 +145,22 @@ class Admission:
             request.cached_tokens = num_found
             kv.note_lookup(len(one.token_ids), num_found)
         for fork in request.unforked:
-            own = self._slots.take(fork)
-            shared = kv.share(own, slot, len(one.token_ids))
-            assert shared is not None
+            self._slots.take(fork)
             fork.state = RequestState.RUNNING
-            self.leader_of[own] = request
+            self.leader_of[fork.slot] = request
+        if request.unforked:
+            kv.share([fork.slot for fork in request.unforked], slot, len(one.token_ids))
         return self._entry(request, one.token_ids, blocks, num_found)
 
     def fork(self, leader: Request) -> tuple[Fork, list[NewRequest]]:
         """Wake the choices of a request whose prompt is planned to its end."""
         forks, leader.unforked = leader.unforked, ()
         token_ids, kv = leader.token_ids(), self._kv
+        kv.name_blocks(leader, forks)
         entries = []
         for fork in forks:
             del self.leader_of[fork.slot]
+            fork.cached_tokens = leader.cached_tokens
             blocks = kv.blocks_of(fork.slot)
             entries.append(self._entry(fork, token_ids, blocks, len(token_ids)))
         partial = len(token_ids) % kv.block_size != 0

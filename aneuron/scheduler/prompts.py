@@ -6,6 +6,7 @@ output so far for part of its prompt.
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,20 +34,22 @@ class Chunks:
         """Begin with nothing."""
         self._most_padded = _MAX_PADDING * budget
         self.left = budget
+        self._longest = 0
         self.slots: list[int] = []
         self.counts: list[int] = []
 
     def room_for(self, num_tokens: int) -> int:
         """Return how many of these tokens fit in as one more row; 0 if the row does not."""
         count = min(num_tokens, self.left)
-        padded = (len(self.counts) + 1) * max(*self.counts, count) if self.counts else 0
-        return count if padded <= self._most_padded else 0
+        padded = (len(self.counts) + 1) * max(self._longest, count)
+        return count if padded <= self._most_padded or not self.counts else 0
 
     def add(self, slot: int, count: int) -> None:
         """Compute this many tokens of a slot's prompt."""
         self.slots.append(slot)
         self.counts.append(count)
         self.left -= count
+        self._longest = max(self._longest, count)
 
 
 class Prompts:
@@ -68,8 +71,7 @@ class Prompts:
         for one in (request, *request.unforked):
             self.planned[one.slot] = self.written[one.slot] = done
             self.end[one.slot] = num_tokens
-        self.unfinished.append(request.slot)
-        self.unfinished.sort(key=lambda slot: rank(self._slots[slot]))
+        insort(self.unfinished, request.slot, key=lambda slot: rank(self._slots[slot]))
 
     def resume(self, slot: int, chunks: Chunks) -> None:
         """Go on with a prompt that was cut."""
@@ -118,6 +120,10 @@ class Prompts:
         slots += [slot for slot, leader in self._waking.items() if leader in slots]
         self.written[slots] = _UNKNOWN
         return slots
+
+    def abandon(self) -> None:
+        """Wait for no step: none will come back."""
+        self._waking.clear()
 
     def give_back(self, slot: int, request: Request) -> None:
         """Take the blocks of a slot that no step in flight holds; what they hold can be found.

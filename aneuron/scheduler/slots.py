@@ -22,11 +22,16 @@ _Receiver = tuple["Callable[[int], None]", "frozenset[int]", "Request"]
 
 
 class SlotTable:
-    """Slots 0..num_slots-1 and their holders; steps are applied in step order."""
+    """Slots 0..num_slots-1 and their holders; steps are applied in step order.
 
-    def __init__(self, num_slots: int, on_release: Callable[[int, Request], None]) -> None:
-        """Make a table of free slots; `on_release` takes the blocks of a released one."""
-        self._on_release = on_release
+    Attributes:
+        on_release: set by the owner; takes the blocks of a slot that comes free.
+    """
+
+    on_release: Callable[[int, Request], None]
+
+    def __init__(self, num_slots: int) -> None:
+        """Make a table of free slots."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._request_of: list[Request | None] = [None] * num_slots
         self._last_step = np.zeros(num_slots, np.int64)  # the latest that holds the slot
@@ -107,7 +112,7 @@ class SlotTable:
 
     def _release(self, slot: int) -> None:
         request = self[slot]
-        self._on_release(slot, request)
+        self.on_release(slot, request)
         self._request_of[slot] = None
         self._free.append(slot)
         request.slot = -1

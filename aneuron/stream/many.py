@@ -134,6 +134,7 @@ class CompletionStream:
                 raise answer
             return index, await answer
         except AneuronError as error:
+            error.prompt_index = index
             error.add_note(f"prompt {index} of generate_many")
             raise
 

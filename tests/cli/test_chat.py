@@ -81,6 +81,13 @@ def test_an_answer_cut_off_by_the_context_is_told(aneuron: Command, prompts: lis
     assert prompts[-1] == "user: one\nassistant: "
 
 
+def test_the_pool_may_be_what_is_too_small(aneuron: Command) -> None:
+    options = ["--num-kv-blocks=2", "--max-num-batched-tokens=16", "--no-enable-prefix-caching"]
+    result = aneuron("chat", "sim:script", *options, stdin=f"{'x' * 50}\nhi\n")
+    assert (result.status, result.out) == (2, "Hello!\n")
+    assert "error: the prompt has" in result.err
+
+
 def test_a_turn_that_never_fits_is_an_error_and_the_next_is_taken(aneuron: Command) -> None:
     result = aneuron("chat", "sim:script", "--max-model-len=40", stdin=f"{'x' * 50}\nhi\n")
     assert (result.status, result.out) == (2, "Hello!\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import aneuron as package
-from aneuron.cli.options import _Reporter
+from aneuron.cli.loading import _Reporter, opened
 from aneuron.cli.terminal import describe
 from aneuron.errors import ConfigError, InternalError, InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from aneuron import Engine
     from tests.cli.conftest import Command
 
 run_module = import_module("aneuron.cli.run")
@@ -58,6 +61,44 @@ def test_sampling_repeats_with_a_seed(aneuron: Command) -> None:
 def test_ignore_eos_goes_on_to_max_tokens(aneuron: Command) -> None:
     out = aneuron("run", "sim:script", "x", "--ignore-eos", "--max-tokens=9", "--json").out
     assert len(json.loads(out)["token_ids"]) == 9
+
+
+# ── several answers ─────────────────────────────────────────────────────────────────────
+
+SEVERAL = ["run", "sim:const", "x", "--temperature=100", "--max-tokens=20"]
+
+
+def test_several_answers_have_a_heading_each(aneuron: Command) -> None:
+    result = aneuron("run", "sim:count", "abc", "--n=3", "--max-tokens=4")
+    shown = "\n".join(f"== choice {index} ==\ndefg\n" for index in range(3))
+    assert (result.status, result.out, result.err) == (0, shown, "")
+
+
+def test_each_of_several_has_its_seed(aneuron: Command) -> None:
+    several = json.loads(aneuron(*SEVERAL, "--seed=5", "--n=3", "--json").out)
+    alone = [json.loads(aneuron(*SEVERAL, f"--seed={seed}", "--json").out) for seed in (5, 6, 7)]
+    ids = [choice["token_ids"] for choice in several["choices"]]
+    assert ids == [answer["token_ids"] for answer in alone]
+    assert ids[0] != ids[1] != ids[2]
+    assert several["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_json_tells_the_first_choice_and_all(aneuron: Command, n: int) -> None:
+    answer = json.loads(aneuron(*SEVERAL, f"--n={n}", "--json").out)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(n))
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "length"
+        assert choice["stop_reason"] is choice["abort_reason"] is None
+    for name in ("text", "token_ids", "finish_reason", "stop_reason"):
+        assert answer[name] == answer["choices"][0][name]
+
+
+def test_stats_of_several_tell_each_end(aneuron: Command) -> None:
+    result = aneuron("run", "sim:count", "abc", "--n=2", "--max-tokens=4", "--stats")
+    assert "new tokens           8 (length, length)\n" in result.err
+    result = aneuron("run", "sim:count", "abc", "--n=2", "--max-tokens=1", "--stats")
+    assert "decoding             -" in result.err
 
 
 # ── the prompt ──────────────────────────────────────────────────────────────────────────
@@ -138,6 +179,48 @@ def test_stats_of_one_token_have_no_decoding(aneuron: Command) -> None:
     assert "decoding             -" in result.err
 
 
+@contextlib.asynccontextmanager
+async def warmed(*arguments: Any, **options: Any) -> AsyncIterator[Engine]:
+    """Open an engine that has seen the prompt."""
+    async with opened(*arguments, **options) as engine:
+        await engine.generate("a" * 40, max_tokens=1)
+        yield engine
+
+
+@pytest.mark.parametrize(("flag", "cached"), [("", 32), ("no-", 0)])
+def test_stats_tell_what_the_prefix_cache_saved(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, flag: str, cached: int
+) -> None:
+    monkeypatch.setattr(run_module, "opened", warmed)
+    options = [f"--{flag}enable-prefix-caching", "--max-tokens=3"]
+    result = aneuron("run", "sim:count", "a" * 40, "--stats", *options)
+    assert f"prompt tokens        40 ({cached} cached)\n" in result.err
+    answer = json.loads(aneuron("run", "sim:count", "a" * 40, "--json", *options).out)
+    assert answer["usage"]["cached_tokens"] == cached
+    assert answer["stats"]["prefix_cache_hits"] == cached
+
+
+def test_stats_tell_preemptions(aneuron: Command) -> None:
+    options = ["--n=3", "--max-tokens=40"]
+    for num_kv_blocks, preempted in (6, True), (16, False):
+        blocks = f"--num-kv-blocks={num_kv_blocks}"
+        result = aneuron("run", "sim:count", "a" * 16, blocks, *options, "--stats")
+        told = int(result.err.split("preemptions")[1].split()[0])
+        assert (told > 0) is preempted
+        stats = json.loads(aneuron("run", "sim:count", "a" * 16, blocks, *options, "--json").out)
+        assert stats["stats"]["preemptions"] == told
+        assert stats["stats"]["num_blocks"] == num_kv_blocks
+
+
+def test_a_long_prompt_is_cut_at_the_budget(aneuron: Command) -> None:
+    options = ["--max-tokens=1", "--json"]
+    for budget, steps in ("40", 1), ("16", 3):
+        result = aneuron(
+            "run", "sim:count", "a" * 40, f"--max-num-batched-tokens={budget}", *options
+        )
+        assert json.loads(result.out)["stats"]["steps"] == steps
+
+
 def test_json_is_one_object(aneuron: Command) -> None:
     result = aneuron("run", "sim:count", "abc", "--max-tokens=4", "--json")
     assert (result.status, result.err) == (0, "")
@@ -149,6 +232,7 @@ def test_json_is_one_object(aneuron: Command) -> None:
     assert answer["usage"] == usage
     assert answer["timing"]["total_s"] >= 0
     assert answer["stats"]["steps"] == 4
+    assert answer["stats"]["used_blocks"] == 0
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────
@@ -167,6 +251,10 @@ def test_json_is_one_object(aneuron: Command) -> None:
         (["--device=tpu"], "--device: unknown device 'tpu'"),
         (["--dtype=int4"], "--dtype must be one of"),
         (["--token-carry=host"], "is the synchronous baseline: pass --no-async-scheduling"),
+        (["--n=0"], "--n must be at least 1, not 0"),
+        (["--n=65"], "--n 65 is over max_num_seqs 64"),
+        (["--num-kv-blocks=0"], "--num-kv-blocks must be a positive integer, not 0"),
+        (["--max-num-batched-tokens=-1"], "--max-num-batched-tokens must be a positive integer"),
         (["--system=Be brief"], "--system needs a model with a chat template"),
         (["--raw", "--system=Be brief"], "--system excludes --raw"),
     ],

@@ -55,6 +55,14 @@ def test_sequences_run_side_by_side(aneuron: Command, tmp_path: Path) -> None:
     assert len(set(programs(out)[0]["request_ids"])) == 3
 
 
+def test_several_choices_begin_with_one_prompt(aneuron: Command, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    options = ["--max-tokens=3", "--n=2", "--no-enable-prefix-caching", f"--out={out}"]
+    assert aneuron("trace", "sim:count", "abc", *options).status == 0
+    shapes = [(program["kind"], program["rows"], program["tokens"]) for program in programs(out)]
+    assert shapes == [("prefill", 2, 3), *[("decode", 2, 2)] * 2]
+
+
 def test_the_picture_shows_as_many_steps_as_asked_for(aneuron: Command, tmp_path: Path) -> None:
     svg = tmp_path / "trace.svg"
     for options, shown in ([], 24), (["--last=7"], 7), (["--last=99"], 30):

@@ -1,0 +1,88 @@
+"""Opening a model for a command, and telling on stderr how far it is.
+
+Comes in: a model's name and the settings of its engine. Goes out: an open engine, which is
+closed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rich.progress import Progress as Bar
+
+    from aneuron.cli.options import EngineSettings
+    from aneuron.engine import Engine
+
+__all__ = ["opened"]
+
+
+@contextlib.asynccontextmanager
+async def opened(model: str, settings: EngineSettings, *, quiet: bool) -> AsyncIterator[Engine]:
+    """Open an engine, telling on stderr how far it is, and close it at the end.
+
+    Raises:
+        ConfigError: a setting is wrong, or there is no such model.
+    """
+    from aneuron.engine import Engine
+
+    with _Reporter(model, quiet=quiet) as reporter:
+        engine = Engine(model, progress=reporter, **asdict(settings))
+        await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+class _Reporter:
+    """Shows fetching and loading on stderr: a bar on a terminal, else a line per stage."""
+
+    def __init__(self, model: str, *, quiet: bool) -> None:
+        self._model = model
+        self._quiet = quiet
+        self._is_terminal = sys.stderr.isatty()  # asked once: the bar puts a proxy there
+        self._stage = ""
+        self._bar: Bar | None = None
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Take the news; called in the thread that loads."""
+        if self._is_over:  # Ctrl-C: raising here is what stops a download
+            raise KeyboardInterrupt
+        if self._quiet:
+            return
+        is_new, self._stage = stage != self._stage, stage
+        if self._is_terminal:
+            self._draw(done, total, is_new=is_new)
+        elif is_new:
+            size = "" if total is None else f" ({total / 1e6:.0f} MB)"
+            print(f"{self._model}: {stage}{size}", file=sys.stderr, flush=True)
+
+    def _draw(self, done: int, total: int | None, *, is_new: bool) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress
+
+            columns = ("{task.description}", BarColumn(), "{task.fields[size]}")
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        if is_new:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(f"{self._model}: {self._stage}", total=total, size="")
+        size = "" if total is None else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        self._bar.update(self._bar.task_ids[0], completed=done, size=size)
