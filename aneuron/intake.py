@@ -202,11 +202,7 @@ class Intake:
         """
         if self._service_s is None:
             return _RETRY_AFTER_S
-        begun_s = [
-            one.first_scheduled_s
-            for request in self.requests.values()
-            for one in request.choices
-            if one.first_scheduled_s is not None and not one.is_finished
-        ]
-        left_s = self._service_s - (self._scheduler.clock() - min(begun_s, default=0.0))
+        now_s = self._scheduler.clock()
+        begun_s = [one.first_scheduled_s or now_s for one in self._scheduler.running()]
+        left_s = self._service_s - (now_s - min(begun_s, default=0.0))
         return max(left_s, self._service_s / max(1, len(begun_s)), _LEAST_RETRY_S)

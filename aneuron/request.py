@@ -149,6 +149,11 @@ class Request:
         """Tokens of the prompt; 0 while it is not known."""
         return 0 if self.prompt_ids is None else len(self.prompt_ids)
 
+    def limit(self, most: int) -> int:
+        """Return at how many tokens it ends by length; `most` is what any request may have."""
+        max_tokens = self.params.max_tokens
+        return most if max_tokens is None else min(self.prompt_len + max_tokens, most)
+
     def token_ids(self) -> np.ndarray:
         """Return prompt and output so far, int32 [tokens]; not to be written to."""
         assert self.prompt_ids is not None, "its prompt is not known yet"

@@ -40,6 +40,7 @@ app.command(
     "aneuron.cli.simulate:simulate",
     name="simulate",
     help="Tell what a fleet would give its users, on virtual time.",
+    help_epilogue="",  # it takes no MODEL
 )
 
 

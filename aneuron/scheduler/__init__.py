@@ -90,6 +90,10 @@ class Scheduler:
         """Requests with tokens to compute; not those whose last token is in flight."""
         return len(self._order)
 
+    def running(self) -> Iterable[Request]:
+        """Return those requests."""
+        return map(self._slots.__getitem__, self._order)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot, preempted ones included."""
@@ -234,7 +238,7 @@ class Scheduler:
         """Note that these prompts are planned to their end, and so give their first token."""
         for slot in slots:
             num_tokens = int(self._prompts.end[slot])
-            self._left[slot] = self._limit_of(self._slots[slot]) - num_tokens - 1
+            self._left[slot] = self._slots[slot].limit(self.length_limit) - num_tokens - 1
             self._room[slot] = self.kv.num_held[slot] * self.kv.block_size - num_tokens
             self._set_active(slot, is_active=True)
         self._retire_spent()
@@ -257,11 +261,6 @@ class Scheduler:
             self._set_active(slot, is_active=False)
             self._room[slot] = 1
             self._slots.leave(slot)
-
-    def _limit_of(self, request: Request) -> int:
-        """Return at how many tokens a request ends by length."""
-        max_tokens, most = request.params.max_tokens, self.length_limit
-        return most if max_tokens is None else min(request.prompt_len + max_tokens, most)
 
     def _schedule_decode(self) -> SchedulerOutput | None:
         if not self._num_active:
@@ -375,7 +374,7 @@ class Scheduler:
 
     def _stop(self, request: Request, token: int) -> None:
         """End a request at an end id or stop id, unless it comes too early."""
-        room = self._limit_of(request) - request.prompt_len
+        room = request.limit(self.length_limit) - request.prompt_len
         if request.is_finished or len(request.output_ids) < min(request.params.min_tokens, room):
             return
         request.last_is_end_id = True

@@ -1,23 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import subprocess
-import sys
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from aneuron.cli.simulate.fleet import figures, num_processes, percentiles_ms, run_all
 from aneuron.cli.simulate.load import Arrivals, Lengths, Load, read_workload
-from aneuron.cli.simulate.picture import Curves, picture
-from aneuron.cli.simulate.replica import CARRIES, Outcome, Setup, run
+from aneuron.cli.simulate.progress import telling
+from aneuron.cli.simulate.replica import Outcome, Setup, run
 from aneuron.cli.simulate.replica import simulate as simulate_replica
 from aneuron.device.sim import Fault, SimDevice
-from aneuron.errors import ConfigError, ContextTooLong, DeviceLost
+from aneuron.engine import Engine
+from aneuron.errors import ContextTooLong, DeviceLost, Overloaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # The profile micro, in ms: a program of any kind, and what surrounds one that the host waits for.
 PROGRAM, ENQUEUE, READBACK = 2.58, 0.10, 0.27
 GAP = ENQUEUE + READBACK
+SPREAD = ("min", "p50", "p99", "max")
 ALONE = ("simulate", "--profile=micro", "--num-seqs=1")
 
 
@@ -74,6 +75,10 @@ def test_one_request_at_a_time(aneuron: Command, carry: str, gap: float) -> None
         "idle_share": pytest.approx(9 * gap / (9 * gap + 10 * PROGRAM)),
         "completed": 20,
         "submitted": 20,
+        "per_replica": {
+            "tokens_per_s": dict.fromkeys(SPREAD, 100.0),
+            "idle_share": pytest.approx(dict.fromkeys(SPREAD, 9 * gap / (9 * gap + 10 * PROGRAM))),
+        },
     }
 
 
@@ -124,6 +129,10 @@ def test_an_answer_that_is_cut_off_gives_its_tokens_only(aneuron: Command) -> No
         "idle_share": 0.0,
         "completed": 0,
         "submitted": 1,
+        "per_replica": {
+            "tokens_per_s": pytest.approx(dict.fromkeys(SPREAD, 4 / duration)),
+            "idle_share": dict.fromkeys(SPREAD, 0.0),
+        },
     }
 
 
@@ -131,6 +140,7 @@ def test_a_fleet_that_has_not_run_has_no_idle_share(aneuron: Command) -> None:
     load = ("--arrivals=even:1", "--duration=0.001")  # its first program is still running
     result = json_of(aneuron, *ALONE, *load)["resident"]
     assert (result["idle_share"], result["tokens_per_s"]) == (None, 0.0)
+    assert result["per_replica"]["idle_share"] == dict.fromkeys(SPREAD)
     assert "│ idle        │        - │" in aneuron(*ALONE, *load).out
 
 
@@ -145,22 +155,32 @@ def test_percentiles_are_over_all_replicas_together() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("arrivals", ["poisson:40", "closed:8"])
-def test_real_time_comes_within_five_percent_of_the_prediction(arrivals: str) -> None:
+def test_real_time_is_as_predicted(arrivals: str) -> None:
     lengths = Lengths.parse("", "32-96"), Lengths.parse("", "8-24")
     load = Load.draw(Arrivals.parse(arrivals), *lengths, duration_s=2.0, seed=1)
     case = setup(load, profile="micro-long", duration_s=2.0)
     predicted = key_figures(run(case, load))
-    tries = []
+    token_ms = predicted["tpot p50"]
+    allowed = {name: 0.05 * value for name, value in predicted.items()}
+    # Of some 70 requests p99 is the slowest one: it comes a step sooner or later, and with a
+    # program more or less among the 8 tokens of a short answer.
+    allowed |= {"ttft p99": token_ms, "tpot p99": 0.1 * predicted["tpot p99"], "idle": 0.02}
+    least = dict.fromkeys(predicted, float("inf"))
     for _ in range(3):  # the machine may have other work to do
-        tries.append(key_figures(asyncio.run(simulate_replica(case, load))))
-        if tries[-1] == pytest.approx(predicted, rel=0.05):
+        measured = key_figures(asyncio.run(simulate_replica(case, load)))
+        for name, value in measured.items():
+            least[name] = min(least[name], abs(value - predicted[name]))
+        if all(least[name] <= allowed[name] for name in predicted):
             return
-    pytest.fail(f"predicted {predicted}, measured {tries}")
+    pytest.fail(f"predicted {predicted}, off by {least} at least, allowed {allowed}")
 
 
-def key_figures(outcome: Outcome) -> list[float]:
+def key_figures(outcome: Outcome) -> dict[str, float]:
     seen = figures([outcome], counts_refused=False)
-    return [seen["ttft_ms"]["p50"], seen["tpot_ms"]["p50"], seen["tokens_per_s"]]
+    times = {
+        f"{kind} {p}": seen[f"{kind}_ms"][p] for kind in ("ttft", "tpot") for p in ("p50", "p99")
+    }
+    return {**times, "tokens": seen["tokens_per_s"], "idle": seen["idle_share"]}
 
 
 # ── carries, replicas, processes ────────────────────────────────────────────────────────
@@ -196,6 +216,21 @@ def test_replicas_are_dealt_requests_in_turn_and_add_up(aneuron: Command, tmp_pa
     pair = [run(setup(load, duration_s=2.0), share) for share in shares]
     assert result == figures(pair, counts_refused=False)
     assert result["tokens_per_s"] == sum(one.tokens for one in pair) / 2.0
+    each = [figures([one], counts_refused=False) for one in pair]
+    for name, spread in result["per_replica"].items():
+        assert (spread["min"], spread["max"]) == (each[0][name], each[1][name])
+    spread = result["per_replica"]["tokens_per_s"]
+    assert spread["min"] < spread["p50"] < spread["p99"] < spread["max"]
+
+
+def test_a_table_shows_how_replicas_differ(aneuron: Command) -> None:
+    load = ("simulate", "--arrivals=even:32", "--duration=1", "--output-tokens=1")
+    assert "replica" not in aneuron(*load).out.partition("┡")[2].partition("└")[0]
+    few, many = aneuron(*load, "--replicas=3").out, aneuron(*load, "--replicas=16").out
+    assert "│   replica min │   10.000 │" in few
+    assert "│   replica max │   11.000 │" in few
+    assert "│   replica p50 │    2.000 │" in many
+    assert "│   replica p99 │    0.00% │" in many
 
 
 def test_clients_are_dealt_in_turn() -> None:
@@ -231,6 +266,35 @@ def test_progress_is_shown_at_a_terminal(terminal: Any) -> None:
         assert shell.wait_exit() == 0
 
 
+def test_a_single_simulation_tells_how_far_it_is() -> None:
+    told: list[float] = []
+    is_told = threading.Event()
+
+    def tell(time_s: float) -> None:
+        told.append(time_s)
+        is_told.set()
+
+    with telling(lambda: 12.5, tell, every_s=0.001):
+        assert is_told.wait(10)
+    assert set(told) == {12.5}
+    assert "aneuron-progress" not in {one.name for one in threading.enumerate()}
+
+
+def test_the_time_so_far_is_shown_at_a_terminal(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def telling_once(time_s: Any, tell_s: Any) -> Any:
+        if tell_s is not None:
+            tell_s(time_s() + 7.2)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("aneuron.cli.simulate.replica.telling", telling_once)
+    load = ("--arrivals=even:1", "--duration=2")
+    assert "simulated\n" not in aneuron(*ALONE, *load).err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert "\n7 of 2 s simulated\n" in aneuron(*ALONE, *load).err
+
+
 # ── limits ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -250,6 +314,41 @@ def test_a_refused_client_comes_back(aneuron: Command) -> None:
     assert 0 <= result["submitted"] - result["refused"] - result["completed"] <= running + waiting
     alone = json_of(aneuron, *ALONE, "--arrivals=closed:2", *load[1:])["resident"]
     assert result["completed"] >= alone["completed"]
+
+
+@pytest.mark.parametrize("num_clients", [2, 3, 100])
+def test_a_program_and_seat_cost_one_refused_try_at_most(
+    monkeypatch: pytest.MonkeyPatch, num_clients: int
+) -> None:
+    load = Load(np.full(1, 5), np.full(1, 400), num_clients=num_clients)
+    case = setup(load, num_seqs=1, max_waiting=0, duration_s=1.0, num_kv_blocks=30)
+    generate = Engine.generate
+
+    def generate_or_retry_now(engine: Engine, **options: Any) -> Any:
+        try:
+            return generate(engine, **options)
+        except Overloaded as error:
+            error.retry_after_s = 0.0
+            raise
+
+    monkeypatch.setattr(Engine, "generate", generate_or_retry_now)
+    outcome = run(case, load)
+    assert outcome.running == 1
+    at_first, later = num_clients - 1, 1000 / PROGRAM
+    assert at_first + 0.9 * later < outcome.refused <= 2 * at_first + 1.3 * later
+
+
+@pytest.mark.parametrize("limit", ["_MAX_LIVE", "_MAX_LIVE_TOKENS"])
+def test_a_queue_that_memory_would_not_hold_ends_it(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(f"aneuron.cli.simulate.replica.{limit}", 50)
+    load = ("--arrivals=even:100", "--prompt-tokens=1", "--duration=3")
+    assert json_of(aneuron, *ALONE, *load, "--max-waiting=40")["resident"]["refused"] > 0
+    result = aneuron(*ALONE, *load)
+    assert (result.status, result.out) == (2, "")
+    # Each second 100 come, and 6 are answered.
+    assert result.err.startswith("error: --max-waiting: after 1 s a replica has 51 requests")
 
 
 def test_few_blocks_cost_preemptions(aneuron: Command) -> None:
@@ -320,11 +419,6 @@ def test_a_workload_is_sorted_cut_and_read_leniently(aneuron: Command, tmp_path:
     assert load.longest == 7
     cut = json_of(aneuron, "simulate", f"--workload={path}", "--duration=1")["resident"]
     assert (cut["submitted"], cut["tokens_per_s"]) == (1, 2.0)
-    # It replaces what would else be drawn.
-    replaced = ("--arrivals=poisson:20", "--prompt-tokens=9")
-    assert (
-        json_of(aneuron, "simulate", f"--workload={path}", *replaced)["resident"]["submitted"] == 2
-    )
 
 
 GOOD = '{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n'
@@ -344,6 +438,8 @@ GOOD = '{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n'
         (GOOD.replace("3", "0"), "line 2: prompt_tokens must be an integer from 1"),
         (GOOD.replace("3", "1.5"), "line 2: prompt_tokens must be an integer from 1"),
         (GOOD.replace("4", "9999999"), "line 2: output_tokens must be an integer from 1"),
+        (GOOD.replace("4", f'"{"x" * 10_000}"'), "line 2: output_tokens must be an integer from 1"),
+        (GOOD.replace("1", "9" * 4000), "line 2: arrival_s must be seconds from 0, not 9999"),
         (GOOD.replace("4", '"4"'), "line 2: output_tokens must be an integer from 1"),
     ],
 )
@@ -355,6 +451,7 @@ def test_a_bad_workload_names_line_and_field(
     result = aneuron("simulate", f"--workload={path}")
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith(f"error: --workload: {path} {message}")
+    assert len(result.err) < len(str(path)) + 200
 
 
 def test_a_workload_that_cannot_be_used_says_why(
@@ -371,103 +468,3 @@ def test_a_workload_that_cannot_be_used_says_why(
     assert "has 3 requests; at most 2" in aneuron("simulate", f"--workload={path}").err
     monkeypatch.setattr("aneuron.cli.simulate.load._MAX_BYTES", 100)
     assert "is over 0 MiB" in aneuron("simulate", f"--workload={path}").err
-
-
-# ── options ─────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--arrivals=often", "--arrivals must be poisson:RATE, even:RATE or closed:N"),
-        ("--arrivals=poisson:0", "--arrivals must be poisson:RATE, RATE over 0"),
-        ("--arrivals=even:inf", "--arrivals must be even:RATE, RATE over 0"),
-        ("--arrivals=closed:1.5", "--arrivals must be closed:N"),
-        ("--arrivals=poisson:1e9", "--arrivals poisson:1e+09 makes about 3.6e+12 requests"),
-        ("--prompt-tokens=0", "--prompt-tokens must be a number, A-B or geo:MEAN"),
-        ("--prompt-tokens=9-3", "--prompt-tokens must be A-B with A up to B"),
-        ("--output-tokens=geo:0.5", "--output-tokens must be geo:MEAN"),
-        ("--output-tokens=geo:x", "--output-tokens must be a number, A-B or geo:MEAN"),
-        ("--output-tokens=1-99999999", "--output-tokens must be a number"),
-        ("--duration=nan", "--duration must be at least"),
-        ("--duration=1e9", "--duration must be at most"),
-        ("--replicas=0", "--replicas must be at least 1"),
-        ("--carry=none", "--carry must be one of host, handoff, resident or all, not 'none'"),
-        ("--profile=none", "--profile: unknown latency profile 'none'"),
-        ("--num-seqs=0", "--num-seqs must be at least 1"),
-        ("--max-num-batched-tokens=0", "--max-num-batched-tokens must be at least 1"),
-        ("--block-size=0", "--block-size must be at least 1"),
-        ("--num-kv-blocks=3", "--num-kv-blocks must be at least 12, which the longest request"),
-        ("--max-waiting=-1", "--max-waiting must be at least 0"),
-        ("--seed=-1", "--seed must be at least 0"),
-        ("--svg=nowhere/it.svg", "--svg: cannot write nowhere/it.svg"),
-    ],
-)
-def test_a_bad_option_is_named(aneuron: Command, option: str, message: str) -> None:
-    usual = () if option.startswith("--arrivals") else ("--arrivals=even:1",)
-    result = aneuron("simulate", *usual, option)
-    assert (result.status, result.out) == (2, "")
-    assert result.err.startswith(f"error: {message}")
-
-
-def test_something_must_arrive(aneuron: Command) -> None:
-    assert aneuron("simulate").err.startswith("error: --arrivals: say when requests come")
-    with pytest.raises(ConfigError) as caught:
-        Arrivals.parse("")
-    assert caught.value.param == "--arrivals"
-
-
-def test_help_of_the_whole_imports_no_simulation() -> None:
-    code = (
-        "import sys; from aneuron.cli import main; main(['--help']);"
-        "sys.exit(any(one.startswith('aneuron.cli.simulate') for one in sys.modules))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert b"simulate" in shown.stdout
-
-
-# ── picture ─────────────────────────────────────────────────────────────────────────────
-
-
-def curves(svg: str) -> list[ET.Element]:
-    return [
-        one for one in ET.fromstring(svg).iter() if (one.get("class") or "").startswith("curve")
-    ]
-
-
-def test_the_picture_has_a_curve_for_each_carry(aneuron: Command, tmp_path: Path) -> None:
-    path = tmp_path / "it.svg"
-    load = ("--arrivals=poisson:50", "--duration=2", "--carry=all")
-    assert aneuron("simulate", "--num-seqs=8", *load, f"--svg={path}").status == 0
-    found = [one.get("class") for one in curves(path.read_text())]
-    assert found == [f"curve {carry}" for carry in CARRIES] * 2
-    texts = {one.text for one in ET.fromstring(path.read_text()).iter()}
-    assert {"time to first token", "time per output token", "time, log scale", "50 %"} <= texts
-
-
-def test_curves_rise_from_left_to_right() -> None:
-    times = {"host": np.array([0.002, 2.0, 0.02, 0.2])}
-    svg = picture("t", [Curves("a", times), Curves("b", {"host": np.array([])})])
-    (line,) = curves(svg)
-    points = [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
-    assert points[0] == (0.0, 250.0)
-    assert points[-1] == (400.0, 0.0)
-    assert points == sorted(points, key=lambda point: (point[0], -point[1]))
-    assert "nothing completed" in svg
-    assert ">10 ms<" in svg
-    assert ">1 s<" in svg
-
-
-def test_one_time_is_a_line_upwards() -> None:
-    same = Curves("a", {"resident": np.full(5, 0.002)})
-    for line in curves(picture("t", [same, same])):
-        assert {point.split(",")[0] for point in line.get("points", "").split()} == {"0"}
-
-
-def test_a_picture_that_cannot_be_written_is_told_at_the_end_too(
-    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aneuron.cli.simulate.check_writable", lambda path: None)
-    result = aneuron(*ALONE, "--arrivals=even:1", "--duration=2", f"--svg={tmp_path}")
-    assert result.status == 2
-    assert result.err.startswith(f"error: --svg: cannot write {tmp_path}: Is a directory")

@@ -7,15 +7,15 @@ table or JSON, and a picture. See docs/capacity.md for what is modelled.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path  # noqa: TC003  cyclopts reads the types of options
 from time import monotonic
 
 from aneuron.cli.bench.common import JsonFlag, ProfileName, check_number, show_json, tell
 from aneuron.cli.simulate.fleet import figures, run_all
-from aneuron.cli.simulate.options import LoadOptions, ReplicaOptions, parse_carry
-from aneuron.cli.simulate.report import Report, check_writable
+from aneuron.cli.simulate.options import LoadOptions, ReplicaOptions, Whole, parse_carry
+from aneuron.cli.simulate.report import Report, writable
 
 __all__ = ["simulate"]
 
@@ -27,9 +27,9 @@ _REPLICA = ReplicaOptions()
 def simulate(
     *,
     profile: ProfileName = "micro",
-    replicas: int = 1,
+    replicas: Whole = 1,
     carry: str = "resident",
-    svg: Path | None = None,
+    svg: str | None = None,
     as_json: JsonFlag = False,
     load: LoadOptions = _LOAD,
     engine: ReplicaOptions = _REPLICA,
@@ -48,8 +48,7 @@ def simulate(
     started_s = monotonic()
     check_number("--replicas", replicas, at_most=_MAX_REPLICAS)
     carries = parse_carry(carry)
-    if svg is not None:
-        check_writable(svg)
+    picture = None if svg is None else writable(svg)
     requests = load.load()
     setup = engine.setup(profile, requests, carry=carries[0], duration_s=load.duration_s)
     jobs = [
@@ -58,13 +57,14 @@ def simulate(
         for number in range(replicas)
     ]
     tell(f"simulating {load}")
-    done = iter(run_all(jobs, done=partial(_tell_done, len(jobs))))
+    tell_s = partial(_tell_time, setup.duration_s) if sys.stderr.isatty() else None
+    done = iter(run_all(jobs, done=partial(_tell_done, len(jobs)), tell_s=tell_s))
     outcomes = {one: [next(done) for _ in range(replicas)] for one in carries}
     report = Report(str(load), setup, outcomes, monotonic() - started_s)
     counts_refused = engine.max_waiting is not None
     result = {one: figures(row, counts_refused=counts_refused) for one, row in outcomes.items()}
-    if svg is not None:
-        report.save_picture(svg)
+    if picture is not None:
+        report.save_picture(picture)
     if as_json:
         show_json(result)
     else:
@@ -73,3 +73,8 @@ def simulate(
 
 def _tell_done(num_jobs: int, number: int) -> None:
     tell(f"{number} of {num_jobs} simulations have ended")
+
+
+def _tell_time(duration_s: float | None, time_s: float) -> None:
+    end = "" if duration_s is None else f" of {duration_s:.0f}"
+    tell(f"{time_s:.0f}{end} s simulated")

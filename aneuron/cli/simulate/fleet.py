@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["figures", "num_processes", "percentiles_ms", "run_all"]
 
 
+_SPREAD = ("min", "p50", "p99", "max")
+
+
 def num_processes(num_jobs: int) -> int:
     """Return how many processes so many jobs are given: one per core, at most one per job."""
     allowed = getattr(os, "sched_getaffinity", None)  # not everywhere
@@ -36,20 +39,25 @@ def num_processes(num_jobs: int) -> int:
 
 
 def run_all(
-    jobs: Sequence[tuple[Setup, Load]], *, done: Callable[[int], None] = lambda _: None
+    jobs: Sequence[tuple[Setup, Load]],
+    *,
+    done: Callable[[int], None] = lambda _: None,
+    tell_s: Callable[[float], None] | None = None,
 ) -> list[Outcome]:
     """Simulate every job: several in other processes, a single one in this.
 
     Args:
         jobs: independent of each other.
-        done: called with the number of those that have ended.
+        done: of several: called with the number of those that have ended.
+        tell_s: of a single one: called now and then, in another thread, with the seconds
+            simulated so far.
 
     Raises:
         AneuronError: an engine failed.
         KeyboardInterrupt: Ctrl-C; the other processes are gone by then.
     """
     if len(jobs) == 1:
-        return [run(*jobs[0])]
+        return [run(*jobs[0], tell_s=tell_s)]
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         num_processes(len(jobs)),
@@ -106,10 +114,13 @@ def figures(outcomes: Sequence[Outcome], *, counts_refused: bool) -> dict[str, A
     Args:
         outcomes: one per replica.
         counts_refused: whether `refused` is among them.
+
+    Returns:
+        Beside the figures of the whole, `per_replica` has how they differ between replicas.
     """
     busy_s, idle_s = sum(one.busy_s for one in outcomes), sum(one.idle_s for one in outcomes)
     seconds = max(one.seconds for one in outcomes)
-    result = {
+    result: dict[str, Any] = {
         "ttft_ms": percentiles_ms([one.ttft_s for one in outcomes]),
         "tpot_ms": percentiles_ms([one.tpot_s for one in outcomes]),
         "tokens_per_s": sum(one.tokens for one in outcomes) / seconds if seconds else None,
@@ -119,7 +130,20 @@ def figures(outcomes: Sequence[Outcome], *, counts_refused: bool) -> dict[str, A
     }
     if counts_refused:
         result["refused"] = sum(one.refused for one in outcomes)
+    result["per_replica"] = {
+        "tokens_per_s": _spread([one.tokens / seconds for one in outcomes if seconds]),
+        "idle_share": _spread(
+            [one.idle_s / (one.busy_s + one.idle_s) for one in outcomes if one.busy_s]
+        ),
+    }
     return result
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return dict.fromkeys(_SPREAD)
+    low, middle, high, top = np.percentile(values, (0, 50, 99, 100))
+    return {"min": float(low), "p50": float(middle), "p99": float(high), "max": float(top)}
 
 
 def percentiles_ms(parts: Sequence[np.ndarray]) -> dict[str, float | None]:

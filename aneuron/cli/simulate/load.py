@@ -26,6 +26,7 @@ MAX_TOKENS = 1_000_000  # of a prompt or an answer
 _MAX_CLIENTS = 100_000
 _MAX_BYTES = 64 * 2**20  # of a workload file
 _POOL = 1 << 16  # lengths that the clients of a closed loop draw from, in turn
+_MAX_SHOWN = 80  # characters of a value, in a message
 _KINDS = "poisson:RATE, even:RATE or closed:N"
 
 
@@ -254,16 +255,15 @@ def _rows(path: Path, content: bytes) -> Iterator[tuple[float, int, int]]:
 def _arrival(path: Path, number: int, row: dict[str, Any]) -> float:
     value = _field(path, number, row, "arrival_s")
     if type(value) not in (int, float) or not 0 <= value <= 1e9:  # false for NaN
-        raise _fault(path, f"line {number}: arrival_s must be seconds from 0, not {value!r}")
+        raise _fault(path, f"line {number}: arrival_s must be seconds from 0, not {_shown(value)}")
     return float(value)
 
 
 def _tokens(path: Path, number: int, row: dict[str, Any], name: str) -> int:
     value = _field(path, number, row, name)
     if type(value) is not int or not 1 <= value <= MAX_TOKENS:
-        raise _fault(
-            path, f"line {number}: {name} must be an integer from 1 to {MAX_TOKENS}, not {value!r}"
-        )
+        expected = f"{name} must be an integer from 1 to {MAX_TOKENS}"
+        raise _fault(path, f"line {number}: {expected}, not {_shown(value)}")
     return value
 
 
@@ -271,6 +271,11 @@ def _field(path: Path, number: int, row: dict[str, Any], name: str) -> Any:
     if name not in row:
         raise _fault(path, f"line {number} has no {name}")
     return row[name]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
 def _fault(path: Path, what: str) -> ConfigError:

@@ -5,8 +5,10 @@ Comes in: values as typed. Goes out: a `Load` and a `Setup`, or an error that na
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003  cyclopts reads the types of options
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
@@ -16,13 +18,32 @@ from aneuron.cli.simulate.replica import CARRIES, Setup
 from aneuron.device.profiles import profile as find_profile
 from aneuron.errors import ConfigError
 
-__all__ = ["LoadOptions", "ReplicaOptions", "parse_carry"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
+    from cyclopts import Token
+
+__all__ = ["LoadOptions", "ReplicaOptions", "Whole", "parse_carry"]
+
+_PROMPTS, _OUTPUTS = "128", "64"
 _DURATION_S = 3600.0
 _MAX_DURATION_S = 30 * 86400.0
 _MAX_BATCHED_TOKENS = 1_000_000
 _MAX_BLOCK_SIZE = 65_536
+_MAX_BLOCKS = 4_000_000  # 40 bytes each
+_MAX_CONTEXT = 64 * 2**20  # tokens of all seats: an engine keeps a row of the longest for each
 _DEPTH = 2  # steps in flight: so many may hold the blocks of requests that have ended
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+def _whole(_: object, tokens: Sequence[Token]) -> int:
+    text = tokens[0].value
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f'"{text[:40]}" is no whole number of up to 18 digits')
+    return int(text)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]  # as it is, 1.5 would be rounded
 
 
 @Parameter(name="*", group=Group("Load", sort_key=1))
@@ -33,8 +54,9 @@ class LoadOptions:
     Attributes:
         arrivals: poisson:RATE or even:RATE, requests a second, or closed:N, N clients that each
             wait for an answer and send again.
-        prompt_tokens: Length of prompts: a number, A-B (all alike) or geo:MEAN (geometric).
-        output_tokens: Length of answers, likewise.
+        prompt_tokens: Length of prompts: a number, A-B (all alike) or geo:MEAN (geometric); 128
+            by default.
+        output_tokens: Length of answers, likewise; 64 by default.
         duration: Seconds to simulate: 3600, or with --workload until the last answer's end.
         workload: A file of requests in place of arrivals and lengths: JSON lines with
             arrival_s, prompt_tokens and output_tokens.
@@ -42,11 +64,11 @@ class LoadOptions:
     """
 
     arrivals: str | None = None
-    prompt_tokens: str = "128"
-    output_tokens: str = "64"
+    prompt_tokens: str | None = None
+    output_tokens: str | None = None
     duration: float | None = None
     workload: Path | None = None
-    seed: int = 0
+    seed: Whole = 0
 
     @property
     def duration_s(self) -> float | None:
@@ -69,6 +91,7 @@ class LoadOptions:
             assert duration_s is not None
             load = self._drawn(duration_s)
         else:
+            self._check_nothing_is_drawn()
             load = read_workload(self.workload)
             load = load if duration_s is None else load.until(duration_s)
         if not len(load.prompt_tokens):
@@ -85,18 +108,37 @@ class LoadOptions:
             )
         return Load.draw(
             Arrivals.parse(self.arrivals),
-            Lengths.parse("--prompt-tokens", self.prompt_tokens),
-            Lengths.parse("--output-tokens", self.output_tokens),
+            Lengths.parse("--prompt-tokens", self._prompts),
+            Lengths.parse("--output-tokens", self._outputs),
             duration_s=duration_s,
             seed=self.seed,
         )
 
+    def _check_nothing_is_drawn(self) -> None:
+        for option, value in (
+            ("--arrivals", self.arrivals),
+            ("--prompt-tokens", self.prompt_tokens),
+            ("--output-tokens", self.output_tokens),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{option}: --workload says when requests come and how long they are; give "
+                    "one of the two",
+                    param=option,
+                )
+
+    @property
+    def _prompts(self) -> str:
+        return _PROMPTS if self.prompt_tokens is None else self.prompt_tokens
+
+    @property
+    def _outputs(self) -> str:
+        return _OUTPUTS if self.output_tokens is None else self.output_tokens
+
     def __str__(self) -> str:
         if self.workload is not None:
             return f"workload {self.workload.name}"
-        return (
-            f"arrivals {self.arrivals}, prompts {self.prompt_tokens}, answers {self.output_tokens}"
-        )
+        return f"arrivals {self.arrivals}, prompts {self._prompts}, answers {self._outputs}"
 
 
 @Parameter(name="*", group=Group("Each replica", sort_key=2))
@@ -112,11 +154,11 @@ class ReplicaOptions:
         max_waiting: Requests that may be in beside num_seqs; more are refused.
     """
 
-    num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    max_waiting: int | None = None
+    num_seqs: Whole = 64
+    max_num_batched_tokens: Whole = 512
+    block_size: Whole = 16
+    num_kv_blocks: Whole | None = None
+    max_waiting: Whole | None = None
 
     def setup(self, profile: str, load: Load, *, carry: str, duration_s: float | None) -> Setup:
         """Return what each replica is for this load.
@@ -132,6 +174,7 @@ class ReplicaOptions:
         if self.max_waiting is not None:
             check_number("--max-waiting", self.max_waiting, at_least=0)
         _check_profile(profile)
+        self._check_seats(load.longest)
         return Setup(
             profile=profile,
             carry=carry,
@@ -144,10 +187,26 @@ class ReplicaOptions:
             max_waiting=self.max_waiting,
         )
 
+    def _check_seats(self, longest: int) -> None:
+        if self.num_seqs * longest > _MAX_CONTEXT:
+            raise ConfigError(
+                f"--num-seqs: {self.num_seqs} requests of up to {longest} tokens are "
+                f"{self.num_seqs * longest} tokens; at most {_MAX_CONTEXT} can be simulated",
+                param="--num-seqs",
+            )
+
     def _num_kv_blocks(self, longest: int) -> int:
         blocks = -(-longest // self.block_size)  # of the longest request
         if self.num_kv_blocks is None:
-            return _DEPTH * self.num_seqs * blocks + self.num_seqs  # and one to grow by
+            wanted = _DEPTH * self.num_seqs * blocks + self.num_seqs  # and one to grow by
+            if wanted > _MAX_BLOCKS:
+                raise ConfigError(
+                    f"--num-kv-blocks: so that no request wants one there must be {wanted}, and at "
+                    f"most {_MAX_BLOCKS} can be simulated; give what the device holds",
+                    param="--num-kv-blocks",
+                )
+            return wanted
+        check_number("--num-kv-blocks", self.num_kv_blocks, at_most=_MAX_BLOCKS)
         if self.num_kv_blocks < blocks:
             raise ConfigError(
                 f"--num-kv-blocks must be at least {blocks}, which the longest request of "

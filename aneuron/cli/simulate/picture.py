@@ -7,6 +7,7 @@ times give the same text.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
@@ -14,7 +15,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Curves", "picture"]
 
@@ -33,6 +34,8 @@ _STYLES = {
 _SHARES = np.unique(np.concatenate([np.linspace(0, 1, 201), 1 - np.logspace(-2, -4, 17)]))
 _CHAR = 6.2  # width of one at 11 px
 _MAX_LABELS = 7
+# Of the largest time over the smallest. Below the first, they are as good as one time.
+_NARROW, _WIDE = 1.005, 2.0
 
 
 class Curves(NamedTuple):
@@ -90,29 +93,54 @@ class _LogAxis(NamedTuple):
 
     @classmethod
     def of(cls, times_ms: np.ndarray) -> _LogAxis:
-        low = log10(_round(max(float(times_ms.min()), 1e-3), up=False))
-        high = log10(_round(max(float(times_ms.max()), 1e-3), up=True))
-        return cls(low, high if high > low else low + 1)
+        first, last = (max(float(ms), 1e-3) for ms in (times_ms.min(), times_ms.max()))
+        if _NARROW < last / first < _WIDE:
+            step = _round((last - first) / 4)
+        else:
+            step = 10.0 ** floor(log10(first))
+        low = floor(first / step + 1e-9) * step
+        if last / first >= _WIDE:
+            step = 10.0 ** floor(log10(last))
+        high = max(ceil(last / step - 1e-9) * step, low + step)
+        return cls(log10(low), log10(high))
 
     def x(self, ms: float) -> float:
         return _PLOT_WIDTH * (log10(max(ms, 1e-3)) - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Return round numbers of ms, not too many of them."""
-        for steps in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
-            decades = range(floor(self.low), ceil(self.high) + 1)
-            found = [step * 10.0**decade for decade in decades for step in steps]
-            inside = [ms for ms in found if -1e-9 < self.x(ms) / _PLOT_WIDTH < 1 + 1e-9]
-            if len(inside) <= _MAX_LABELS:
-                break
-        return inside
+        """Return round numbers of ms: as many as can be read, up to a handful."""
+        readable = [found for found in map(self._inside, self._candidates()) if self._fit(found)]
+        return max(readable, key=len)
+
+    def _candidates(self) -> Iterator[list[float]]:
+        """Yield numbers of some decades, of each decade, and evenly spaced ones."""
+        decades = range(floor(self.low), ceil(self.high) + 1)
+        for every in range(len(decades), 1, -1):
+            yield [10.0**decade for decade in decades[::every]]
+        for digits in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5), (1, 1.5, 2, 3, 5, 7)):
+            yield [digit * 10.0**decade for decade in decades for digit in digits]
+        low, high = 10**self.low, 10**self.high
+        for count in range(1, 2 * _MAX_LABELS):
+            step = _round((high - low) / count)
+            first = floor(low / step)
+            yield [number * step for number in range(first, first + 3 * _MAX_LABELS)]
+
+    def _inside(self, found: Sequence[float]) -> list[float]:
+        return [ms for ms in found if ms > 0 and -1e-6 < self.x(ms) / _PLOT_WIDTH < 1 + 1e-6]
+
+    def _fit(self, found: Sequence[float]) -> bool:
+        """Whether their labels stand side by side with room between them."""
+        ends = [(self.x(ms), (len(_duration(ms)) + 0.8) * _CHAR / 2) for ms in found]
+        return len(found) <= _MAX_LABELS and all(
+            one_x + one_half <= next_x - next_half
+            for (one_x, one_half), (next_x, next_half) in pairwise(ends)
+        )
 
 
-def _round(ms: float, *, up: bool) -> float:
-    """Return the next of 1, 2, 3, … 9 times a power of ten."""
+def _round(ms: float) -> float:
+    """Return the next of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** floor(log10(ms))
-    digit = ceil(ms / power - 1e-9) if up else floor(ms / power + 1e-9)
-    return digit * power
+    return power * next(digit for digit in (1, 2, 5, 10) if digit >= ms / power - 1e-9)
 
 
 def _draw_times(svg: Element, axis: _LogAxis) -> None:

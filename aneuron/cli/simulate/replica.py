@@ -14,22 +14,29 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aneuron.cli.simulate.progress import telling
 from aneuron.clock import VirtualClockLoop
 from aneuron.device.profiles import profile
 from aneuron.device.sim import SimDevice
 from aneuron.engine import Engine
-from aneuron.errors import AneuronError, InternalError, Overloaded
+from aneuron.errors import AneuronError, ConfigError, InternalError, Overloaded
 from aneuron.models.simulated import SimModel
 from aneuron.outputs import FinishReason
 from aneuron.params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aneuron.cli.simulate.load import Load
     from aneuron.plans import ModelInput
     from aneuron.request import Request
     from aneuron.stream import TokenStream
 
 __all__ = ["CARRIES", "Outcome", "Setup", "run", "simulate"]
+
+# What may run and wait at a time: 3 kB each, and 4 bytes a prompt token.
+_MAX_LIVE = 2**18
+_MAX_LIVE_TOKENS = 2**27
 
 CARRIES: dict[str, dict[str, Any]] = {
     "host": {"async_scheduling": False},
@@ -92,17 +99,34 @@ class Outcome:
     tpot_s: np.ndarray
 
 
-def run(setup: Setup, load: Load) -> Outcome:
-    """Simulate a replica on virtual time."""
-    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+def run(setup: Setup, load: Load, *, tell_s: Callable[[float], None] | None = None) -> Outcome:
+    """Simulate a replica on virtual time.
+
+    Args:
+        setup: what it is.
+        load: its share.
+        tell_s: called now and then, in another thread, with the seconds simulated so far.
+
+    Raises:
+        AneuronError: the engine failed, or more wait than memory is there for.
+    """
+    with (
+        asyncio.Runner(loop_factory=VirtualClockLoop) as runner,
+        telling(runner.get_loop().time, tell_s),
+    ):
         return runner.run(simulate(setup, load))
 
 
 async def simulate(setup: Setup, load: Load) -> Outcome:
-    """Send the load to an engine of its own, on the running loop's time."""
+    """Send the load to an engine of its own, on the running loop's time.
+
+    Raises:
+        AneuronError: the engine failed, or more wait than memory is there for.
+    """
+    latency = profile(setup.profile)
     engine = Engine(
         _Silent(setup.num_seqs, setup.max_model_len),
-        device=SimDevice.of_profile(profile(setup.profile), checks_inputs=False),
+        device=SimDevice.of_profile(latency, checks_inputs=False),
         max_num_seqs=setup.num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         block_size=setup.block_size,
@@ -112,7 +136,9 @@ async def simulate(setup: Setup, load: Load) -> Outcome:
         **CARRIES[setup.carry],
     )
     async with engine:
-        traffic = _Traffic(engine, load)
+        traffic = _Traffic(
+            engine, load, program_s=latency.decode_s(setup.num_seqs), num_seats=setup.num_seqs
+        )
         seconds = await traffic.run(setup.duration_s)
         stats, totals = engine.stats(), engine.timeline.metrics()
     return Outcome(
@@ -141,8 +167,11 @@ class _Traffic:
     Nobody reads a token. The figures are the times that the engine notes of every request.
     """
 
-    def __init__(self, engine: Engine, load: Load) -> None:
+    def __init__(self, engine: Engine, load: Load, *, program_s: float, num_seats: int) -> None:
         self._engine = engine
+        self._program_s = program_s
+        self._num_seats = num_seats
+        self._num_refused_now = 0  # clients that will ask again
         self._loop = engine.loop
         self._is_closed_loop = load.arrivals_s is None
         times_s: list[float] = [] if load.arrivals_s is None else load.arrivals_s.tolist()
@@ -156,7 +185,7 @@ class _Traffic:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._started_s = 0.0
         self._ends_with_last = False
-        self._num_sent = 0
+        self._num_sent = self._live_tokens = 0
         self.num_submitted = self.num_refused = 0
         self.ttft_s, self.tpot_s = array("d"), array("d")
 
@@ -214,7 +243,15 @@ class _Traffic:
             return
         retry_after_s = self._send(self._loop.time())
         if retry_after_s is not None:
-            self._loop.call_later(retry_after_s, self._send_next)
+            self._num_refused_now += 1
+            # A program frees each seat once at most. More tries than that would be in vain,
+            # and with many clients the simulation would do nothing else.
+            least_s = self._program_s * max(1.0, self._num_refused_now / self._num_seats)
+            self._loop.call_later(max(retry_after_s, least_s), self._send_again)
+
+    def _send_again(self) -> None:
+        self._num_refused_now -= 1
+        self._send_next()
 
     def _send(self, due_s: float) -> float | None:
         """Submit the next request; return after how many seconds to ask again if refused.
@@ -235,8 +272,20 @@ class _Traffic:
             self._end(error)
             return None
         self._streams[stream.request_id] = stream, due_s
+        self._live_tokens += len(ids)
+        if len(self._streams) > _MAX_LIVE or self._live_tokens > _MAX_LIVE_TOKENS:
+            self._end(self._too_many())
         stream._request.on_finish.append(self._note)  # noqa: SLF001  a task each would cost more
         return None
+
+    def _too_many(self) -> ConfigError:
+        return ConfigError(
+            f"--max-waiting: after {self._loop.time() - self._started_s:.0f} s a replica has "
+            f"{len(self._streams)} requests with {self._live_tokens} prompt tokens; at most "
+            f"{_MAX_LIVE} and {_MAX_LIVE_TOKENS} can be simulated. Set a limit to them, or more "
+            "--replicas",
+            param="--max-waiting",
+        )
 
     def _params_for(self, num_tokens: int) -> SamplingParams:
         params = self._params.get(num_tokens)
@@ -250,6 +299,8 @@ class _Traffic:
 
     def _note(self, request: Request) -> None:
         _, due_s = self._streams.pop(request.name)
+        assert request.prompt_ids is not None
+        self._live_tokens -= len(request.prompt_ids)
         if self._over.done():  # what is aborted after the end
             return
         if request.finish_reason is not FinishReason.LENGTH:

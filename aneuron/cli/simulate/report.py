@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,12 @@ from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from aneuron.cli.simulate.replica import Outcome, Setup
 
-__all__ = ["Report", "check_writable"]
+__all__ = ["Report", "writable"]
+
+_MANY = 16  # replicas
 
 
 class Report(NamedTuple):
@@ -65,10 +67,23 @@ class Report(NamedTuple):
         rows = [(name, *(one[name] for one in every)) for name in counts]
         for kind, p in product(("ttft_ms", "tpot_ms"), ("p50", "p99")):
             rows.append((f"{kind[:4]} {p} ms", *(_or_dash(one[kind][p]) for one in every)))
-        rows.append(("tokens/s", *(_or_dash(one["tokens_per_s"]) for one in every)))
-        shares = (one["idle_share"] for one in every)
-        rows.append(("idle", *("-" if share is None else f"{share:.2%}" for share in shares)))
+        for label, name, shown in (
+            ("tokens/s", "tokens_per_s", _or_dash),
+            ("idle", "idle_share", _percent),
+        ):
+            rows.append((label, *(shown(one[name]) for one in every)))
+            spreads = [one["per_replica"][name] for one in every]
+            rows.extend(
+                (f"  replica {p}", *(shown(one[p]) for one in spreads)) for p in self._spread
+            )
         show_table(self.title, ("", *result), rows, loop="virtual time", facts=self._facts())
+
+    @property
+    def _spread(self) -> tuple[str, ...]:
+        """What is shown of how replicas differ: of few the ends, of many what is common."""
+        if self.num_replicas == 1:
+            return ()
+        return ("min", "max") if self.num_replicas < _MANY else ("p50", "p99")
 
     def _facts(self) -> Iterator[str]:
         setup, every = self.setup, [one for row in self.outcomes.values() for one in row]
@@ -112,17 +127,26 @@ class Report(NamedTuple):
             raise ConfigError(f"--svg: cannot write {path}: {error.strerror}") from error
 
 
-def check_writable(path: Path) -> None:
-    """Find out before the simulation whether its picture can be written.
+def writable(name: str) -> Path:
+    """Return the picture's path; find out before the simulation whether it can be written.
+
+    Args:
+        name: as typed: a path would not show that it names a folder, as `pictures/` does.
 
     Raises:
         ConfigError: it cannot.
     """
+    path, names_folder = Path(name), os.path.basename(name) in ("", ".", "..")  # noqa: PTH119
     folder = path.parent
     is_possible = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK)
-    if path.is_dir() or not folder.is_dir() or not is_possible:
-        raise ConfigError(f"--svg: cannot write {path}", param="--svg")
+    if names_folder or path.is_dir() or not folder.is_dir() or not is_possible:
+        raise ConfigError(f"--svg: cannot write {name}", param="--svg")
+    return path
 
 
 def _or_dash(value: float | None) -> float | str:
     return "-" if value is None else value
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
