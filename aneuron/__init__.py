@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         FinishReason,
         Timing,
         Token,
+        TokenLogprobs,
         Usage,
     )
     from aneuron.params import SamplingParams
@@ -84,6 +85,7 @@ __all__ = [
     "SamplingParams",
     "Timing",
     "Token",
+    "TokenLogprobs",
     "TokenStream",
     "Usage",
     "open",
@@ -95,7 +97,10 @@ _ERRORS = (
     "AneuronError ConfigError ContextTooLong DeviceError DeviceLost EngineClosed InternalError "
     "InvalidRequest LaunchFailed OutOfMemory Overloaded RequestError"
 )
-_OUTPUTS = "AbortReason BreakStats Choice Completion EngineStats FinishReason Timing Token Usage"
+_OUTPUTS = (
+    "AbortReason BreakStats Choice Completion EngineStats FinishReason Timing Token "
+    "TokenLogprobs Usage"
+)
 _HOME = {
     **dict.fromkeys(_ERRORS.split(), "aneuron.errors"),
     **dict.fromkeys(_OUTPUTS.split(), "aneuron.outputs"),

@@ -83,7 +83,7 @@ class Carry(Protocol):
     """What the step coroutine asks a carry, in this order."""
 
     counts_steps: bool  # whether async and fallback steps are told apart
-    slots_on_device: bool  # whether the device keeps last tokens and parameters by slot
+    tokens_on_device: bool  # whether decodes read last tokens from slots on the device
     reads_all_ranks: bool  # whether every rank needs every token on its host
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
@@ -97,7 +97,7 @@ class HostCarry:
     """The synchronous baseline: at depth 1 every token is on the host already."""
 
     counts_steps = False
-    slots_on_device = False
+    tokens_on_device = False
     reads_all_ranks = True
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
@@ -116,7 +116,7 @@ class HandoffCarry:
     """
 
     counts_steps = True
-    slots_on_device = False
+    tokens_on_device = False
     reads_all_ranks = False
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
@@ -146,7 +146,7 @@ class ResidentCarry:
     """
 
     counts_steps = True
-    slots_on_device = True
+    tokens_on_device = True
     reads_all_ranks = False
 
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:

@@ -19,13 +19,15 @@ import numpy as np
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
+from aneuron.intake import check_request
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
-from aneuron.params import SamplingParams, check_deadline, check_n, check_priority
+from aneuron.params import SamplingParams, check_deadline
 from aneuron.prompt import (
     check_choices,
     check_length,
     check_vocabulary,
+    spell_bad_words,
     tokenize,
     validate_messages,
     validate_text,
@@ -286,8 +288,7 @@ class Engine:
         """
         self._check_open()
         params = SamplingParams.build(params, sampling)
-        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
-        check_priority(priority, policy=self.config.scheduling_policy)
+        check_request(params, priority=priority, config=self.config, spec=self.spec)
         generate = partial(
             self.generate, params=params, priority=priority, deadline_s=check_deadline(deadline_s)
         )
@@ -302,9 +303,11 @@ class Engine:
 
     def _make_request(self, params: SamplingParams, name: str | None, priority: int) -> Request:
         """Return a request that nothing knows of yet, with its choices."""
-        check_priority(priority, policy=self.config.scheduling_policy)
-        check_n(params.n, max_num_seqs=self.config.max_num_seqs)
-        return make_request(self._ids, name, params, arrival_s=self.loop.time(), priority=priority)
+        check_request(params, priority=priority, config=self.config, spec=self.spec)
+        return make_request(
+            self._ids, name, params, arrival_s=self.loop.time(), priority=priority,
+            bad_word_ids=spell_bad_words(self.tokenizer, params.bad_words),
+        )  # fmt: skip
 
     def _submit(
         self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
@@ -347,11 +350,7 @@ class Engine:
     # ── looking in ──────────────────────────────────────────────────────────────────────
 
     async def wait_idle(self) -> None:
-        """Wait until no request runs or waits and no step is in flight.
-
-        Raises:
-            EngineClosed, DeviceLost, InternalError: the engine is not open, or has failed.
-        """
+        """Wait until nothing runs, waits or is in flight; raises if not open, or failed."""
         self._check_open()
         await self._core.wait_idle()
 

@@ -44,6 +44,7 @@ class DeviceFuture:
         dtype: name of the value's dtype, known at launch.
         device_value: what a following launch is fed with; written and read by the
             device's threads only.
+        device_extras: what else goes to the host beside the value, or None; likewise.
         device_error: the fault that a following launch inherits; likewise.
         device_start_s, device_end_s: when its program ran, in seconds of
             its clock; NaN before it has. Written by the device's thread.
@@ -52,6 +53,7 @@ class DeviceFuture:
 
     # On the class until they are set: a future is made each step.
     device_value: Any = None
+    device_extras: Any = None
     device_error: DeviceError | None = None
     device_start_s = device_end_s = read_s = nan
     _ended = False  # the program; its value may still be on the device

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import AneuronError, InternalError, InvalidRequest, Overloaded
 from aneuron.outputs import AbortReason, FinishReason
+from aneuron.params import check_priority, check_vocabulary_of
 from aneuron.request import RequestState
 
 if TYPE_CHECKING:
@@ -20,16 +21,39 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from aneuron.config import EngineConfig
+    from aneuron.params import SamplingParams
+    from aneuron.plans import ModelSpec
     from aneuron.request import Request
     from aneuron.scheduler import Scheduler
 
     Preparation = Callable[[], Coroutine[Any, Any, None]]
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "check_request"]
 
 _RETRY_AFTER_S = 1.0  # while nothing has ended yet
 _LEAST_RETRY_S = 0.001
 _SMOOTHING = 0.2  # weight of the answer that ended last
+
+
+def check_request(
+    params: SamplingParams, *, priority: int, config: EngineConfig, spec: ModelSpec
+) -> None:
+    """Check what a request asks for against the engine and its model.
+
+    Raises:
+        InvalidRequest: they cannot do it; `param` names the field.
+    """
+    check_priority(priority, policy=config.scheduling_policy)
+    if params.n > config.max_num_seqs:
+        message = f"n {params.n} is over max_num_seqs {config.max_num_seqs}"
+        raise InvalidRequest(message, param="n")
+    field = params.needs_logits
+    if field is not None and not (spec.has_logits and spec.has_slots):
+        raise InvalidRequest(
+            f"{spec.name} shows no logits on this device, which {field} needs", param=field
+        )
+    check_vocabulary_of(params, spec.vocab_size)
 
 
 class Intake:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 __all__ = [
     "AbortReason",
@@ -17,6 +18,7 @@ __all__ = [
     "FinishReason",
     "Timing",
     "Token",
+    "TokenLogprobs",
     "Usage",
 ]
 
@@ -38,6 +40,13 @@ class AbortReason(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one token, as the model has them before penalties and temperature."""
+
+    logprob: float  # of the token
+    top: tuple[tuple[int, float], ...]  # (id, logprob), the likeliest first
+
+
 @dataclass(slots=True)
 class Token:
     """One item of a stream.
@@ -53,6 +62,7 @@ class Token:
     choice: int = 0
     finish_reason: FinishReason | None = None  # on the last item only
     stop_reason: str | int | None = None  # the stop string or stop id that matched
+    logprobs: TokenLogprobs | None = None  # if asked for
 
     def __str__(self) -> str:
         return self.text
@@ -91,6 +101,7 @@ class Choice:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     abort_reason: AbortReason | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,8 @@ class Completion:
     choices: list[Choice]
     usage: Usage
     timing: Timing = field(repr=False)
+    # Of each token of the prompt but the first, if asked for.
+    prompt_logprobs: list[TokenLogprobs | None] | None = field(default=None, repr=False)
 
     @property
     def text(self) -> str:

@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ __all__ = [
     "STATE_COLUMNS",
     "SamplingParams",
     "check_deadline",
-    "check_n",
     "check_priority",
+    "check_vocabulary_of",
     "num_likeliest",
 ]
 
@@ -37,9 +38,15 @@ STATE_COLUMNS = {
     "seed": "int64",
 }
 
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_STOP_IDS = 64
+_MAX_BIASED_IDS = 1024
+_MAX_LOGPROBS = 20
+_MAX_BAD_WORDS = 64
+_MAX_ALLOWED_IDS = 2**18
+_MAX_WORD_CHARS = 256
 _MAX_DEADLINE_S = 1e6  # loops cannot set a timer for much later
 
 
@@ -54,13 +61,25 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set whose probability reaches this share, in (0, 1].
         min_p: drop tokens less likely than this share of the most likely, in [0, 1].
+        presence_penalty: taken off the logits of tokens in the answer so far, in [-2, 2].
+        frequency_penalty: taken off once for each time that they occurred, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the
+            prompt or the answer so far, in [0.01, 100]; 1 changes nothing.
+        logit_bias: added to the logits of these ids, each in [-100, 100]; kept as pairs.
+        allowed_token_ids: only these ids may be drawn.
+        bad_words: texts that never appear in the answer as tokens spell them.
         seed: the noise is a function of (seed, position), so a seeded request repeats;
             `None` draws a seed. Choice i of several has seed + i.
+        logprobs: give each token's log probability and those of so many likeliest ids, 0..20,
+            as the model has them before any of the above; None gives none.
+        prompt_logprobs: likewise, of the prompt's tokens given those before them; its prompt
+            is computed whole, whatever of it is cached.
         stop: strings that end the answer; the match itself is not part of the text.
         include_stop: keep the matched string in the text.
         stop_token_ids: ids that end the answer, beside the model's own end ids.
         ignore_eos: do not end at the model's own end ids.
         n: how many answers (choices) to give to the prompt, which is computed once.
+        detokenize: make text of the tokens; False gives ids alone, and takes no `stop`.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -73,12 +92,21 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -98,17 +126,67 @@ class SamplingParams:
             raise InvalidRequest("top_p must be over 0", param="top_p")
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
         _check_int("n", self.n, low=1)
+        self._check_rules()
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        for name in ("max_tokens", "min_tokens", "top_k", "seed", "n"):  # numpy's would overflow
+        for name in _INTEGERS:  # numpy's would overflow
             value = getattr(self, name)
             if type(value) is not int and value is not None:
                 object.__setattr__(self, name, int(value))
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", param=name)
         object.__setattr__(self, "stop", _check_stop(self.stop))
+        if self.stop and not self.detokenize:
+            raise InvalidRequest(
+                "stop strings are found in text: detokenize must be true", param="stop"
+            )
         object.__setattr__(self, "stop_token_ids", _check_stop_ids(self.stop_token_ids))
+
+    def _check_rules(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, low=0, high=_MAX_LOGPROBS)
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _check_allowed(self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its own tokens change what it is given."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def rule(self) -> str | None:
+        """The first field that changes logits before a token is drawn, or None."""
+        for name, neutral in _RULES.items():
+            value = getattr(self, name)
+            if value != neutral and value is not None:
+                return name
+        return None
+
+    @property
+    def needs_logits(self) -> str | None:
+        """The first field that needs a look at logits, or None."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                return name
+        return self.rule
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether its logits are changed before a token is drawn."""
+        return self.min_tokens > 0 or self.rule is not None
 
     @classmethod
     def build(cls, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
@@ -138,6 +216,15 @@ class SamplingParams:
             return _NOISE.getrandbits(63)
         return (self.seed + choice + 2**63) % 2**64 - 2**63
 
+
+_RULES = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
+}
 
 # Seeds of requests without one; not a secret, and urandom would take 10 us each.
 _NOISE = random.Random()  # noqa: S311
@@ -200,6 +287,20 @@ def _check_stop_ids(ids: object) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in ids)
 
 
+def check_vocabulary_of(params: SamplingParams, vocab_size: int) -> None:
+    """Check that the ids which a request names are in the vocabulary.
+
+    Raises:
+        InvalidRequest: one is not; `param` names the field.
+    """
+    biased = list(dict(params.logit_bias or ()))
+    for name, ids in (("logit_bias", biased), ("allowed_token_ids", params.allowed_token_ids)):
+        if ids and ids[-1] >= vocab_size:  # they are sorted
+            raise InvalidRequest(
+                f"{name} names id {ids[-1]}, of a vocabulary of {vocab_size}", param=name
+            )
+
+
 def check_priority(priority: int, *, policy: str) -> None:
     """Check the priority of a request.
 
@@ -214,16 +315,6 @@ def check_priority(priority: int, *, policy: str) -> None:
         )
 
 
-def check_n(n: int, *, max_num_seqs: int) -> None:
-    """Check that all choices of a request can run at the same time.
-
-    Raises:
-        InvalidRequest: they cannot.
-    """
-    if n > max_num_seqs:
-        raise InvalidRequest(f"n {n} is over max_num_seqs {max_num_seqs}", param="n")
-
-
 def check_deadline(deadline_s: float | None) -> float | None:
     """Return the deadline of a request as a float, in seconds from now: over 0, up to 1e6.
 
@@ -236,6 +327,51 @@ def check_deadline(deadline_s: float | None) -> float | None:
     if deadline_s == 0:
         raise InvalidRequest("deadline_s must be over 0", param="deadline_s")
     return float(deadline_s)
+
+
+def _check_bias(bias: object) -> tuple[tuple[int, float], ...] | None:
+    if isinstance(bias, tuple):  # checked before: of another SamplingParams
+        bias = dict(bias)
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest("logit_bias must map ids to numbers", param="logit_bias")
+    if len(bias) > _MAX_BIASED_IDS:
+        raise InvalidRequest(f"logit_bias holds over {_MAX_BIASED_IDS} ids", param="logit_bias")
+    for token_id, value in bias.items():
+        _check_int("logit_bias", token_id, low=0, high=2**31 - 1)
+        _check_float("logit_bias", value, low=-100.0, high=100.0)
+    return tuple(sorted((int(one), float(value)) for one, value in bias.items())) or None
+
+
+def _check_allowed(ids: object) -> tuple[int, ...]:
+    name = "allowed_token_ids"
+    if not isinstance(ids, tuple | list | set | frozenset | range):
+        raise InvalidRequest(f"{name} must be a list of ids", param=name)
+    if not 0 < len(ids) <= _MAX_ALLOWED_IDS:
+        raise InvalidRequest(f"{name} must hold 1..{_MAX_ALLOWED_IDS} ids", param=name)
+    if not all(type(token_id) is int for token_id in ids):
+        for token_id in ids:
+            _check_int(name, token_id, low=0)
+    column = sorted({int(token_id) for token_id in ids})
+    _check_int(name, column[0], low=0)
+    _check_int(name, column[-1], low=0, high=2**31 - 1)
+    return tuple(column)
+
+
+def _check_bad_words(words: object) -> tuple[str, ...]:
+    if not isinstance(words, tuple | list) or not all(isinstance(one, str) for one in words):
+        raise InvalidRequest("bad_words must be a list of strings", param="bad_words")
+    if len(words) > _MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words holds over {_MAX_BAD_WORDS} words", param="bad_words")
+    for word in words:
+        if not 0 < len(word) <= _MAX_WORD_CHARS:
+            raise InvalidRequest(
+                f"a bad word must have 1..{_MAX_WORD_CHARS} characters", param="bad_words"
+            )
+        try:
+            word.encode()
+        except UnicodeEncodeError as fault:
+            raise InvalidRequest(f"a bad word is no text: {fault}", param="bad_words") from fault
+    return tuple(words)
 
 
 def num_likeliest(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> int | None:

@@ -27,6 +27,11 @@ __all__ = [
     "ModelRunnerOutput",
     "ModelSpec",
     "NewRequest",
+    "PromptLogprobs",
+    "PromptTargets",
+    "RuleWrite",
+    "Sampled",
+    "SampledLogprobs",
     "SchedulerOutput",
     "SlotWrites",
     "StepRecord",
@@ -125,6 +130,8 @@ class NewRequest:
     # Tokens that its blocks hold already: found in the prefix cache, or all of the prompt
     # where another choice of the same request computed it.
     num_computed: int = 0
+    end_ids: tuple[int, ...] = ()  # ids that end its answer, beside its stop ids
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,17 @@ class SchedulerOutput:
 # ── runner → device ─────────────────────────────────────────────────────────────────────
 
 
+class RuleWrite(NamedTuple):
+    """What the new owner of a slot does to its logits before a token is drawn."""
+
+    slot: int
+    params: SamplingParams
+    token_ids: np.ndarray  # int32 [known tokens]: prompt, and on resume its output so far
+    prompt_len: int
+    end_ids: tuple[int, ...]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SlotWrites:
     """New contents of K slots on the device: all of a slot's state, so that it resets.
@@ -186,6 +204,7 @@ class SlotWrites:
     top_p: np.ndarray  # float32 [K]
     min_p: np.ndarray  # float32 [K]
     seed: np.ndarray  # int64 [K]
+    rules: tuple[RuleWrite, ...] = ()  # of the owners that have some
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +213,15 @@ class BlockCopies:
 
     sources: np.ndarray  # int64 [K]
     targets: np.ndarray  # int64 [K], all different and none of them a source
+
+
+class PromptTargets(NamedTuple):
+    """Tokens of prompts whose log probabilities are wanted: P of them, row after row."""
+
+    indices: np.ndarray  # int64 [P], in [T], of the token before each
+    targets: np.ndarray  # int32 [P], the tokens
+    num_logprobs: int  # alternatives of each: the most that a row wants
+    parts: tuple[tuple[int, int, int], ...]  # of each row: slot, first position, how many
 
 
 @dataclass(slots=True)
@@ -208,9 +236,9 @@ class ModelInput:
     Each row has one sample, in the same order, but where a request forks: then S and R
     differ, and `logits_indices` names a row's last token once for each of its choices.
 
-    With `slots`, the device keeps the state of requests (carry `resident`): a decode reads
-    its rows' last tokens there, sampling reads its parameters there and writes its tokens,
-    and `prompt_lens` to `seed` below hold nothing.
+    With `slots`, the device keeps the state of requests: sampling reads its parameters there
+    and writes its tokens, and `prompt_lens` to `seed` below hold nothing. Under the carry
+    `resident` a decode reads its rows' last tokens there, too.
     """
 
     is_decode: bool
@@ -237,6 +265,10 @@ class ModelInput:
     slots: np.ndarray | None = None  # int32 [S]; the spare slot if a sample does not count
     writes: SlotWrites | None = None  # to be made before anything else of this launch
     copies: BlockCopies | None = None  # to be made once the tokens are written
+    rule_samples: np.ndarray | None = None  # int64, samples whose slots have rules; None: no row
+    logprob_samples: np.ndarray | None = None  # int64 [L], samples that want logprobs; likewise
+    num_logprobs: int = 0  # alternatives of each: the most that one of them wants
+    prompt_targets: PromptTargets | None = None
 
     @property
     def num_rows(self) -> int:
@@ -268,7 +300,36 @@ class ModelSpec:
     dtype: str  # of weights and KV cache
     sampled_dtype: str = "int32"
     on_device_sampling: bool = True  # False: executables return logits
-    has_slots: bool = False  # executables keep the last token of every slot
+    has_slots: bool = False  # executables keep last tokens and parameters of every slot
+    has_logits: bool = False  # and have logits, for rules (penalties, bias, bans) and logprobs
+
+
+# ── device → runner ─────────────────────────────────────────────────────────────────────
+
+
+class SampledLogprobs(NamedTuple):
+    """Log probabilities of the L samples that want them, and of their K likeliest ids."""
+
+    samples: np.ndarray  # int64 [L]; the runner puts slots in their place, int64 [L]
+    chosen: np.ndarray  # float32 [L], of the token that was sampled
+    ids: np.ndarray  # int32 [L, K], the likeliest first
+    values: np.ndarray  # float32 [L, K]
+
+
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of P tokens of prompts, and of the K likeliest ids there."""
+
+    chosen: np.ndarray  # float32 [P]
+    ids: np.ndarray  # int32 [P, K], the likeliest first
+    values: np.ndarray  # float32 [P, K]
+
+
+class Sampled(NamedTuple):
+    """What an executable gives where a request wants more than its token."""
+
+    token_ids: Any  # a device value [samples], as it is without
+    logprobs: SampledLogprobs | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 # ── runner → scheduler ──────────────────────────────────────────────────────────────────
@@ -280,3 +341,6 @@ class ModelRunnerOutput:
 
     slots: np.ndarray  # int64 [n]
     token_ids: np.ndarray  # int32 [n]
+    logprobs: SampledLogprobs | None = None
+    # Of each part of a prompt: slot, position of its first token, and columns of its tokens.
+    prompt_logprobs: tuple[tuple[int, int, PromptLogprobs], ...] = ()

@@ -27,6 +27,7 @@ __all__ = [
     "check_choices",
     "check_length",
     "check_vocabulary",
+    "spell_bad_words",
     "tokenize",
     "validate_messages",
     "validate_text",
@@ -84,6 +85,9 @@ class Tokenizer(Protocol):
         Raises:
             InvalidRequest: the messages are malformed, or there is no template for them.
         """
+
+    def encode_word(self, text: str) -> list[int]:
+        """Return the ids of a short text, without special tokens; asked for bad words alone."""
 
     def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
         """Return the text of whole ids; broken characters become U+FFFD."""
@@ -304,3 +308,31 @@ async def tokenize(
         return await tokenizer.encode(validate_text(prompt), check=check)
     text = tokenizer.render_chat(prompt, **template_kwargs)
     return await tokenizer.encode_rendered(validate_text(text, param="messages"), check=check)
+
+
+def spell_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ids that spell bad words: without leading space, and behind one.
+
+    The second counts where it takes as many ids, as vLLM has it: else it would ban the space. A
+    word of spaces alone is spelled as it is.
+
+    Raises:
+        InvalidRequest: the tokenizer cannot say.
+    """
+    encode = getattr(tokenizer, "encode_word", None)
+    if encode is None:
+        if not words:
+            return ()
+        raise InvalidRequest(
+            "this tokenizer has no encode_word(), which bad_words need", param="bad_words"
+        )
+    spelled: list[tuple[int, ...]] = []
+    for word in words:
+        text = word.lstrip() or word
+        bare, spaced = tuple(encode(text)), tuple(encode(" " + text))
+        if not bare:
+            raise InvalidRequest(f"no tokens spell the bad word {word!r}", param="bad_words")
+        spelled.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            spelled.append(spaced)
+    return tuple(spelled)

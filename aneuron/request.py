@@ -50,10 +50,12 @@ class Request:
         "_release_waiters",
         "abort_reason",
         "arrival_s",
+        "bad_word_ids",
         "block_digests",
         "cached_tokens",
         "choice",
         "digest_epoch",
+        "end_ids",
         "error",
         "finish_reason",
         "finished_s",
@@ -62,6 +64,7 @@ class Request:
         "forks",
         "is_released",
         "last_is_end_id",
+        "logprobs",
         "made_way_up_to",
         "name",
         "on_finish",
@@ -69,6 +72,7 @@ class Request:
         "params",
         "priority",
         "prompt_ids",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "slot",
@@ -105,6 +109,8 @@ class Request:
         self.seed = params.noise_seed(choice)
         self.arrival_s = arrival_s
         self.priority = priority
+        self.end_ids: tuple[int, ...] = ()  # that end its answer, beside its stop ids
+        self.bad_word_ids: tuple[tuple[int, ...], ...] = ()  # how tokens spell its bad words
         self.choice = choice
         # Choice 0 has the others, and computes the prompt for all.
         self.forks: tuple[Request, ...] = ()
@@ -119,6 +125,11 @@ class Request:
         self.state = RequestState.NEW
         self.prompt_ids: np.ndarray | None = None  # int32 [prompt]
         self.output_ids = array("i")
+        # Of each of them, if wanted: its own, and ids and values of the likeliest.
+        self.logprobs: list[tuple[float, np.ndarray, np.ndarray]] | None = (
+            None if params.logprobs is None else []
+        )
+        self.prompt_logprobs: list[tuple[float, np.ndarray, np.ndarray] | None] | None = None
         self.slot = -1
         self.watch: TextWatch | None = None
         self.finish_reason: FinishReason | None = None
@@ -148,6 +159,13 @@ class Request:
     def prompt_len(self) -> int:
         """Tokens of the prompt; 0 while it is not known."""
         return 0 if self.prompt_ids is None else len(self.prompt_ids)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether it must be computed whatever of it is cached: logprobs of it are missing."""
+        if self.params.prompt_logprobs is None or self.choice:
+            return False
+        return self.prompt_logprobs is None or None in self.prompt_logprobs[1:]
 
     def limit(self, most: int) -> int:
         """Return at how many tokens it ends by length; `most` is what any request may have."""
@@ -218,6 +236,7 @@ def make_request(
     *,
     arrival_s: float,
     priority: int = 0,
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
     """Return the request of a call: choice 0, which has the others.
 
@@ -227,6 +246,7 @@ def make_request(
         params: what to sample, and how many choices.
         arrival_s: when the call was made, on the scheduler's clock.
         priority: less is sooner.
+        bad_word_ids: how tokens spell its bad words.
 
     Raises:
         InvalidRequest: the name is no name.
@@ -240,6 +260,8 @@ def make_request(
         Request(one, name, params, arrival_s=arrival_s, priority=priority, choice=choice)
         for choice, one in enumerate(numbers)
     )
+    for one in (first, *others):
+        one.bad_word_ids = bad_word_ids
     first.forks = first.unforked = tuple(others)
     return first
 

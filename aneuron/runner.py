@@ -20,10 +20,17 @@ from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
 from aneuron.clock import clock_of
 from aneuron.errors import DeviceError
 from aneuron.outputs import BreakStats
-from aneuron.plans import Break, BreakReason, ModelRunnerOutput
+from aneuron.plans import (
+    Break,
+    BreakReason,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    Sampled,
+    SampledLogprobs,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from aneuron.batch import InputBatch, Launch
     from aneuron.carry import Carry
@@ -150,7 +157,7 @@ class InFlightStep:
             values = await self.sampled_token_ids
         finally:
             self._note_run()
-        if values.ndim == 2:
+        if getattr(values, "ndim", 1) == 2:
             values = await asyncio.to_thread(_sample_on_host, values, self._launch.inputs)
         # From here on nothing waits: the check and the write are one.
         if self._output is None:
@@ -194,13 +201,41 @@ class InFlightStep:
             record.read_s = future.read_s
 
     def _materialize(self, values: Any) -> ModelRunnerOutput:
-        launch = self._launch
+        launch, logprobs, of_prompts = self._launch, None, None
+        if isinstance(values, Sampled):
+            values, logprobs, of_prompts = values
         tokens = np.asarray(values)[: len(launch.slots)].astype(np.int32, copy=False)
         slots, ends, emits = launch.slots, launch.ends, launch.emits
+        if logprobs is not None:
+            logprobs = _by_slot(logprobs, slots, emits)
         if emits is not None:
             slots, ends, tokens = slots[emits], ends[emits], tokens[emits]
         self._batch.apply(slots, ends, tokens)
-        return ModelRunnerOutput(slots, tokens)
+        parts = () if of_prompts is None else tuple(_parts(of_prompts, launch.inputs))
+        return ModelRunnerOutput(slots, tokens, logprobs, parts)
+
+
+def _by_slot(
+    logprobs: SampledLogprobs, slots: np.ndarray, emits: np.ndarray | None
+) -> SampledLogprobs:
+    """Return logprobs with slots in place of samples, of those whose tokens count."""
+    samples, *columns = logprobs
+    if emits is not None:
+        counts = emits[samples]
+        samples, columns = samples[counts], [column[counts] for column in columns]
+    return SampledLogprobs(slots[samples], *columns)
+
+
+def _parts(
+    logprobs: PromptLogprobs, inputs: ModelInput
+) -> Iterator[tuple[int, int, PromptLogprobs]]:
+    """Yield the part of each prompt: slot, position of its first token, and its columns."""
+    assert inputs.prompt_targets is not None
+    begin = 0
+    for slot, position, count in inputs.prompt_targets.parts:
+        columns = (column[begin : begin + count] for column in logprobs)
+        yield slot, position, PromptLogprobs(*columns)
+        begin += count
 
 
 @dataclass(slots=True)
@@ -329,6 +364,6 @@ class ModelRunner:
 
 
 def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
-    from aneuron.models.sampler import sample_on_host  # torch, only where needed
+    from aneuron.models.sampling.sampler import sample_on_host  # torch, only where needed
 
     return sample_on_host(logits, inputs)

@@ -249,7 +249,7 @@ class Flow:
         device: Any = HandDevice()
         self.device: HandDevice = device
         rule = make_carry(carry)
-        self.batch = InputBatch(shape, slots_on_device=rule.slots_on_device)
+        self.batch = InputBatch(shape, tokens_on_device=rule.tokens_on_device)
         model = Count().with_kv(num_kv_blocks, 4, shape.num_slots)
         self.runner = ModelRunner(device, model, self.batch, rule)
         self.in_flight: list[InFlightStep] = []

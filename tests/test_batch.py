@@ -17,7 +17,7 @@ from aneuron.plans import NewRequest, SchedulerOutput
 NONE = np.zeros(0, np.int32)
 
 
-def batch_of(*, slots_on_device: bool = False, **options: Any) -> InputBatch:
+def batch_of(*, tokens_on_device: bool = False, **options: Any) -> InputBatch:
     config = EngineConfig(
         **{
             "max_num_seqs": 8,
@@ -29,7 +29,7 @@ def batch_of(*, slots_on_device: bool = False, **options: Any) -> InputBatch:
         }
     )
     shape = BatchShape.of(config, max_model_len=64)
-    return InputBatch(shape, slots_on_device=slots_on_device)
+    return InputBatch(shape, tokens_on_device=tokens_on_device)
 
 
 def new(number: int, tokens: list[int], **params: Any) -> NewRequest:
@@ -157,7 +157,7 @@ def test_a_token_goes_to_its_position_whatever_arrived_before_it() -> None:
 
 
 def test_slots_replace_host_ids_and_padding_has_the_spare_one() -> None:
-    batch = batch_of(slots_on_device=True)
+    batch = batch_of(tokens_on_device=True)
     first = plan([4, 2, 9], [1, 1, 1], added=(new(4, [6]), new(2, [7]), new(9, [8])))
     batch.update(first)
     inputs = batch.prepare(first).inputs
@@ -176,7 +176,7 @@ def test_slots_replace_host_ids_and_padding_has_the_spare_one() -> None:
 
 
 def test_the_admitting_launch_writes_a_slots_whole_state_and_no_other_does() -> None:
-    batch = batch_of(slots_on_device=True)
+    batch = batch_of(tokens_on_device=True)
     hot = new(3, [1, 2], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
     first = plan([3, 5], [2, 1], added=(hot, new(5, [9], temperature=0.0)))
     batch.update(first)
@@ -201,7 +201,7 @@ def test_the_admitting_launch_writes_a_slots_whole_state_and_no_other_does() -> 
 
 
 def test_a_chunk_that_is_not_the_last_leaves_its_slots_token_alone() -> None:
-    batch = batch_of(slots_on_device=True)
+    batch = batch_of(tokens_on_device=True)
     step = plan([1, 2], [3, 2], added=(new(1, [7, 8, 9, 10, 11]), new(2, [5, 6])))
     batch.update(step)
     launch = batch.prepare(step)

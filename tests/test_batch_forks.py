@@ -13,7 +13,7 @@ from aneuron.config import BatchShape, EngineConfig
 from aneuron.plans import Fork, NewRequest, SchedulerOutput
 
 
-def batch_of(*, slots_on_device: bool = False) -> InputBatch:
+def batch_of(*, tokens_on_device: bool = False) -> InputBatch:
     config = EngineConfig(
         max_num_seqs=8,
         block_size=4,
@@ -21,7 +21,7 @@ def batch_of(*, slots_on_device: bool = False) -> InputBatch:
         num_seqs_buckets=[1, 2, 4, 8],
         num_tokens_buckets=[1, 2, 4, 16, 64],
     )
-    return InputBatch(BatchShape.of(config, 64), slots_on_device=slots_on_device)
+    return InputBatch(BatchShape.of(config, 64), tokens_on_device=tokens_on_device)
 
 
 def new(
@@ -69,10 +69,10 @@ def test_a_found_prefix_is_not_computed_again() -> None:
     assert batch.prepare(decode).inputs.slot_mapping.tolist() == [46]
 
 
-@pytest.mark.parametrize("slots_on_device", [False, True])
-def test_choices_sample_from_the_row_that_computes_their_prompt(slots_on_device: bool) -> None:
+@pytest.mark.parametrize("tokens_on_device", [False, True])
+def test_choices_sample_from_the_row_that_computes_their_prompt(tokens_on_device: bool) -> None:
     """Two prompts, the second with three choices, of which row and slot order differ."""
-    batch = batch_of(slots_on_device=slots_on_device)
+    batch = batch_of(tokens_on_device=tokens_on_device)
     first = plan([5], [2], added=(new(5, [1, 2], [30]),))  # row 0: it is there already
     batch.update(first)
     batch.prepare(first)
@@ -103,7 +103,7 @@ def test_choices_sample_from_the_row_that_computes_their_prompt(slots_on_device:
     assert inputs.copies is not None
     assert inputs.copies.sources.tolist() == [11, 11]
     assert inputs.copies.targets.tolist() == [12, 13]
-    if slots_on_device:
+    if tokens_on_device:
         assert inputs.slots is not None
         assert inputs.slots.tolist() == [1, 4, 3, 2]
         assert inputs.writes is not None

@@ -13,8 +13,10 @@ import pytest
 
 from aneuron.batch import InputBatch
 from aneuron.carry import Feed, HandoffCarry, Remap
+from aneuron.models.sampling.logprobs import raw_logprobs
+from aneuron.models.sampling.rules import SlotRules
+from aneuron.models.sampling.slots import SlotState
 from aneuron.models.simulated import SimModel
-from aneuron.models.slots import SlotState
 from aneuron.parallel.ranks import RankStep
 from aneuron.plans import Break
 from aneuron.runner import InFlightStep, ModelRunner
@@ -219,6 +221,44 @@ def write_one_slot_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InputBatch, "_writes", broken)
 
 
+def forget_to_count(patch: pytest.MonkeyPatch) -> None:
+    """Let penalties know nothing of tokens that were given."""
+    patch.setattr(SlotRules, "note", lambda *_: None)
+
+
+def count_the_prompt(patch: pytest.MonkeyPatch) -> None:
+    """Take the prompt for a part of the answer."""
+    init = SlotRules.__init__
+
+    def broken(self: SlotRules, write: Any) -> None:
+        init(self, write)
+        for token in write.token_ids[: write.prompt_len].tolist():
+            self.note(token)
+
+    patch.setattr(SlotRules, "__init__", broken)
+
+
+def rules_of_the_row_beside(patch: pytest.MonkeyPatch) -> None:
+    """Apply the rules of another row."""
+    ruled = SlotState._ruled
+
+    def broken(self: SlotState, inputs: Any) -> Any:
+        found = ruled(self, inputs)
+        rules = [one for _, one in found]
+        return list(zip([sample for sample, _ in found], rules[1:] + rules[:1], strict=True))
+
+    patch.setattr(SlotState, "_ruled", broken)
+
+
+def logprobs_after_rules(patch: pytest.MonkeyPatch) -> None:
+    """Give log probabilities of logits that rules have changed."""
+
+    def broken(logits: Any, inputs: Any) -> Any:
+        return raw_logprobs(logits * 1.001, inputs)
+
+    patch.setattr("aneuron.models.sampling.logprobs.raw_logprobs", broken)
+
+
 # ── with ranks ──────────────────────────────────────────────────────────────────────────
 
 
@@ -271,6 +311,11 @@ CASES: list[tuple[Patch, str, str, dict[str, Any]]] = [
     (write_one_slot_late, "test_resident", "test_case_95_a_slots_next_owner_has_opposite_parameters", OPPOSITE),
     (read_the_neighbours_slot, "test_flow", "test_case_08_sixteen_concurrent_requests_are_exact", RESIDENT),
     (pad_with_a_requests_slot, "test_resident", "test_padding_rows_touch_no_slot", {"buckets": [8], **RESIDENT}),
+    (forget_to_count, "test_rules", "test_case_46_frequency", RESIDENT),
+    (forget_to_count, "test_rules", "test_case_50_bad_words_of_several_tokens", HANDOFF),
+    (count_the_prompt, "test_rules", "test_case_47_presence_and_repetition", RESIDENT),
+    (rules_of_the_row_beside, "test_rules", "test_case_95_opposite_rules_follow_each_other_in_a_slot", HANDOFF),
+    (logprobs_after_rules, "test_logprobs", "test_logprobs_of_each_token", {"most": 3, **RESIDENT}),
     (leave_ranks_behind, "test_ranks", "test_a_step_has_ended_when_its_last_rank_has", RESIDENT),
     (forgive_other_ranks, "test_ranks", "test_a_fault_on_any_rank_at_any_step", {"step": 5, "rank": 1, **RESIDENT}),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aneuron import DeviceError, FinishReason, OutOfMemory
-from aneuron.models.sampler import sample
+from aneuron.models.sampling.sampler import sample
 from aneuron.testing import (
     Const,
     Count,

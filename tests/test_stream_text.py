@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from aneuron import InternalError
+from aneuron import InternalError, InvalidRequest
 from aneuron.models.tokenizer import HFTokenizer
 from aneuron.testing import Count, Script, count_engine, no_leaks, sim_engine
 from tests.support import both_schedulings, items_of, until
@@ -232,3 +232,18 @@ async def test_a_decoder_that_raises(
             else:
                 assert await items_of(stream) == [], "it has raised, and is over"
         assert (await beside).token_ids == list(range(1001, 1061))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_ids_alone_where_no_text_is_wanted(n: int) -> None:
+    async with sim_engine(Script(b"hello")) as engine:
+        stream = engine.generate(prompt_token_ids=[1], detokenize=False, n=n)
+        tokens = [token async for token in stream]
+        assert {token.text for token in tokens} == {""}
+        ids = [token.token_id for token in tokens]
+        assert sorted(ids, key=str) == sorted([*b"hello", 257] * n, key=str)
+        answer = await stream
+        assert (answer.text, answer.finish_reason) == ("", "stop")
+        with pytest.raises(InvalidRequest) as caught:
+            _ = engine.generate(prompt_token_ids=[1], detokenize=False, stop="l")
+        assert caught.value.param == "stop"

@@ -15,7 +15,7 @@ import numpy as np
 
 from aneuron.batch.staging import Layout, Staging
 from aneuron.params import STATE_COLUMNS, num_likeliest
-from aneuron.plans import BlockCopies, SlotWrites
+from aneuron.plans import BlockCopies, PromptTargets, RuleWrite, SlotWrites
 
 if TYPE_CHECKING:
     from aneuron.config import BatchShape
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["InputBatch", "Launch"]
 
 _FLOW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", "next_cell", "next_len")
-_ROW_COLUMNS = (*_FLOW_COLUMNS, *STATE_COLUMNS)
+_ROW_COLUMNS = (*_FLOW_COLUMNS, *STATE_COLUMNS, "has_rules", "num_logprobs", "prompt_logprobs")
 
 
 @dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
@@ -41,11 +41,14 @@ class Launch:
 class InputBatch:
     """Columns over rows 0..num_reqs-1; launches take their rows in this order.
 
-    With `slots_on_device` (carry `resident`), what changes only when a request joins is
-    written once, to the request's slot, by the launch that admits it.
+    With `slots_on_device`, what changes only when a request joins is written once, to the
+    request's slot, by the launch that admits it; with `tokens_on_device` (carry `resident`)
+    decodes read their last tokens there, too.
     """
 
-    def __init__(self, shape: BatchShape, *, slots_on_device: bool = False) -> None:
+    def __init__(
+        self, shape: BatchShape, *, slots_on_device: bool = False, tokens_on_device: bool = False
+    ) -> None:
         """Make an empty batch with all its memory."""
         self.shape = shape
         rows = shape.max_num_seqs
@@ -72,7 +75,11 @@ class InputBatch:
         self.top_p = np.ones(rows, np.float32)
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
-        self._slots_on_device = slots_on_device
+        self.has_rules = np.zeros(rows, np.bool_)
+        self.num_logprobs = np.full(rows, -1, np.int32)  # alternatives wanted; -1: no logprobs
+        self.prompt_logprobs = np.full(rows, -1, np.int32)  # likewise, of the prompt
+        self._slots_on_device = slots_on_device or tokens_on_device
+        self._tokens_on_device = tokens_on_device
         self._layout: Layout | None = None
         self._longest = 0  # tokens launched of the layout's longest row
         self._table_version = 0  # counts blocks given to rows that are here
@@ -140,6 +147,10 @@ class InputBatch:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
+        self.has_rules[row] = params.has_rules
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        of_prompt = params.prompt_logprobs
+        self.prompt_logprobs[row] = -1 if of_prompt is None else of_prompt
 
     # ── launches ────────────────────────────────────────────────────────────────────────
 
@@ -185,10 +196,15 @@ class InputBatch:
         dense = int(rows[-1]) - first == num - 1
         where = slice(first, first + num) if dense else rows
         is_greedy = not self.temperature[where].any()
+        ruled = self.has_rules[where].nonzero()[0]
+        wanted = self.num_logprobs[where]
+        with_logprobs = (wanted >= 0).nonzero()[0]
         limits = self.temperature[where], self.top_k[where], self.top_p[where]
         return Layout(
             slots, rows, where, order, rows * self.shape.max_model_len, self.request_ids[rows],
             self.slot_of[rows], is_greedy, 0 if is_greedy else num_likeliest(*limits),
+            ruled if ruled.size else None, with_logprobs if with_logprobs.size else None,
+            max(0, int(wanted.max())),
         )  # fmt: skip
 
     def _prepare_decode(self, staging: Staging, layout: Layout) -> Launch:
@@ -204,7 +220,7 @@ class InputBatch:
             staging.table_version = self._table_version
             inputs.block_table[:num] = self.block_table[layout.where, :width]
         staging.decode_columns[:, :num] = self._next[:, layout.where]
-        if self._slots_on_device:
+        if self._tokens_on_device:
             inputs.input_ids = None
         else:
             at = layout.token_starts + inputs.positions[:num]
@@ -237,6 +253,8 @@ class InputBatch:
         inputs.query_start[num + 1 :] = total
         start = self.num_computed[rows]
         self._stage_prompts(inputs, rows, start, counts)
+        if (self.prompt_logprobs[rows] >= 0).any():
+            inputs.prompt_targets = self._prompt_targets(inputs, rows, counts)
         inputs.context_lens[:num] = start + counts
         inputs.logits_indices[num_samples:] = 0
         if forks:
@@ -244,6 +262,28 @@ class InputBatch:
         else:
             inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
         return Launch(inputs, layout.request_ids, layout.slots, ends, emits)
+
+    def _prompt_targets(
+        self, inputs: ModelInput, rows: np.ndarray, counts: np.ndarray
+    ) -> PromptTargets | None:
+        """Return which tokens of prompts are wanted, of the rows that want some."""
+        indices: list[np.ndarray] = []
+        targets: list[np.ndarray] = []
+        parts: list[tuple[int, int, int]] = []
+        wanted = self.prompt_logprobs[rows]
+        for position in (wanted >= 0).nonzero()[0].tolist():
+            row, start = rows[position], int(self.num_computed[rows[position]])
+            # Each token tells of the next one; the last one of the prompt, of the answer.
+            end = min(start + int(counts[position]), int(self.prompt_lens[row]) - 1)
+            if end > start:
+                first = int(inputs.query_start[position])
+                indices.append(np.arange(first, first + end - start))
+                targets.append(self.token_ids[row, start + 1 : end + 1].copy())
+                parts.append((int(self.slot_of[row]), start + 1, end - start))
+        if not parts:
+            return None
+        most = int(wanted.max())
+        return PromptTargets(np.concatenate(indices), np.concatenate(targets), most, tuple(parts))
 
     def _stage_forks(
         self, inputs: ModelInput, samples: np.ndarray, rows: np.ndarray, forks: tuple[Fork, ...]
@@ -298,6 +338,9 @@ class InputBatch:
         staging.table_version = -1  # the rows may be others
         num = inputs.num_samples = len(layout.rows)
         inputs.all_greedy, inputs.num_likeliest = layout.all_greedy, layout.num_likeliest
+        inputs.rule_samples = layout.rule_samples
+        inputs.logprob_samples = layout.logprob_samples
+        inputs.num_logprobs = layout.num_logprobs
         if self._slots_on_device:
             spare = self.shape.num_slots
             assert inputs.slots is not None
@@ -314,7 +357,15 @@ class InputBatch:
     def _writes(self, plan: SchedulerOutput) -> SlotWrites:
         slots = np.array([new.slot for new in plan.new_requests], np.int64)
         rows = self.row_of[slots]
-        return SlotWrites(slots, **{name: getattr(self, name)[rows] for name in STATE_COLUMNS})
+        rules = tuple(
+            RuleWrite(
+                new.slot, new.params, new.token_ids, new.prompt_len, new.end_ids, new.bad_word_ids
+            )
+            for new in plan.new_requests
+            if new.params.has_rules
+        )
+        columns = {name: getattr(self, name)[rows] for name in STATE_COLUMNS}
+        return SlotWrites(slots, **columns, rules=rules)
 
     def forget_inputs(self) -> None:
         """Let go of device values that launches were fed with; nothing is in flight."""
@@ -327,9 +378,9 @@ class InputBatch:
         """Write a resolved step's tokens, at their positions, to the rows still here.
 
         By position, because a rank whose tokens are not read misses some before a break.
-        With slots on the device no ids are ever built from them, and nothing is written.
+        With tokens on the device no ids are ever built from them, and nothing is written.
         """
-        if self._slots_on_device:
+        if self._tokens_on_device:
             return
         if self._layout is not None and slots is self._layout.slots:
             starts = self._layout.token_starts

@@ -32,6 +32,9 @@ class Layout:
     slots: np.ndarray
     all_greedy: bool
     num_likeliest: int | None
+    rule_samples: np.ndarray | None  # int64
+    logprob_samples: np.ndarray | None  # int64
+    num_logprobs: int
 
 
 class Staging:
@@ -76,7 +79,7 @@ class Staging:
             self._size, self.layout = size, None
             inputs = self.inputs = self._make_views(*size)
         inputs.input_ids = self._token_columns["input_ids"][:tokens]
-        inputs.writes = inputs.copies = None
+        inputs.writes = inputs.copies = inputs.prompt_targets = None
         return inputs
 
     def _make_views(
@@ -97,6 +100,8 @@ class Staging:
             num_likeliest=None,
             writes=None,
             copies=None,
+            num_logprobs=0,
+            prompt_targets=None,
             query_start=self._query_start[: rows + 1],
             block_table=self._block_table[: rows * width].reshape(rows, width),
             context_lens=self._context_lens[:rows],

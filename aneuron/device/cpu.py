@@ -45,7 +45,7 @@ class CpuDevice(ThreadDevice):
         future = job.future
         future.device_start_s = monotonic()
         try:
-            future.device_value = self._compute(job)
+            future.device_value = self._keep(future, self._compute(job))
         finally:
             future.device_end_s = monotonic()
 
@@ -61,7 +61,7 @@ class CpuDevice(ThreadDevice):
 
     def _to_host(self, job: Job) -> Any:
         host: np.ndarray = job.future.device_value.numpy()
-        return host  # the same memory; nothing writes it again
+        return self._with_extras(job.future, host)  # the same memory; nothing writes it again
 
     def _classify(self, error: Exception) -> DeviceError:
         text = f"device {self.label}: {type(error).__name__}: {error}"

@@ -283,7 +283,7 @@ class SimDevice(ModelledDevice):
     def _compute(self, job: Job, inputs: ModelInput) -> None:
         assert job.executable is not None
         ids = None if job.feed is None else job.fed_value().read()
-        array = job.executable(inputs, ids)
+        array = self._keep(job.future, job.executable(inputs, ids))
         job.future.device_value = SimValue(array, self._loop_thread)
 
     def _gather(self, job: Job) -> None:
@@ -304,12 +304,11 @@ class SimDevice(ModelledDevice):
         # A value asked for later starts on its way when it is asked for.
         return max(job.future.device_end_s, job.arrival_s) + self._readback_s
 
-    def _to_host(self, job: Job) -> np.ndarray:
+    def _to_host(self, job: Job) -> Any:
         if self._readback_s:
             self._sleep_until(self._host_time(job))  # in virtual time it is that late
         self.num_reads += 1
-        array: np.ndarray = job.future.device_value.read()
-        return array
+        return self._with_extras(job.future, job.future.device_value.read())
 
     def _classify(self, error: Exception) -> DeviceError:
         status = error.status if isinstance(error, _StatusError) else None
@@ -324,16 +323,16 @@ class SimDevice(ModelledDevice):
         return DeviceLost(text, device=self.label)
 
 
-def _snapshot(columns: Any) -> list[bytes]:
+def _snapshot(part: Any) -> list[bytes]:
     """Return a copy of every array in a launch's inputs, those of its parts included."""
-    copies = []
-    for name in columns.__dataclass_fields__:  # fields() builds a tuple at each call
-        one = getattr(columns, name)
-        if isinstance(one, np.ndarray):
-            copies.append(one.tobytes())
-        elif is_dataclass(one):
-            copies += _snapshot(one)
-    return copies
+    if isinstance(part, np.ndarray):
+        return [part.tobytes()]
+    if isinstance(part, tuple):
+        return [copy for one in part for copy in _snapshot(one)]
+    if not is_dataclass(part):
+        return []
+    names = part.__dataclass_fields__  # fields() builds a tuple at each call
+    return [copy for name in names for copy in _snapshot(getattr(part, name))]
 
 
 def _sleep_precisely() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from aneuron.clock import VirtualClockLoop
 from aneuron.errors import ConfigError, DeviceError, DeviceLost
 from aneuron.futures import DeviceFuture
+from aneuron.plans import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -277,6 +278,19 @@ class ThreadDevice:
             job.future.post(self._to_host(job))
         except Exception as error:  # noqa: BLE001  likewise
             self._fail(job.future, error)
+
+    @staticmethod
+    def _keep(future: DeviceFuture, result: Any) -> Any:
+        """Keep what an executable gave beside its tokens; return the tokens."""
+        if not isinstance(result, Sampled):
+            return result
+        future.device_extras = result[1:]
+        return result.token_ids
+
+    @staticmethod
+    def _with_extras(future: DeviceFuture, host: Any) -> Any:
+        """Return a host value with what was kept beside it."""
+        return host if future.device_extras is None else Sampled(host, *future.device_extras)
 
     def _to_host(self, job: Job) -> Any:
         """Return the host value of a program that has ended."""

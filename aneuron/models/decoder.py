@@ -95,6 +95,32 @@ class Decoder(nn.Module):
         Returns:
             float32 [S, vocab_size].
         """
+        hidden = self.hidden(
+            input_ids, positions, slot_mapping, query_start, block_table, context_lens, k_caches,
+            v_caches, max_query_len=max_query_len,
+        )  # fmt: skip
+        if not (max_query_len == 1 and len(input_ids) == len(context_lens)):
+            hidden = hidden.index_select(0, logits_indices)
+        return self.logits(hidden)
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        query_start: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        k_caches: Sequence[torch.Tensor],
+        v_caches: Sequence[torch.Tensor],
+        *,
+        max_query_len: int,
+    ) -> torch.Tensor:
+        """Run one step but for the logits; arguments are those of `forward`.
+
+        Returns:
+            The hidden state of each token, [T, hidden_size], for `logits`.
+        """
         direct = max_query_len == 1 and len(input_ids) == len(context_lens)
         block_size = k_caches[0].shape[1]
         index = None if direct else _query_index(query_start, len(positions), max_query_len)
@@ -113,14 +139,13 @@ class Decoder(nn.Module):
             if direct
             else _token_index(query_start, len(positions), max_query_len),
         )
-        hidden = self.embed(input_ids)
+        hidden: torch.Tensor = self.embed(input_ids)
         for layer, k_cache, v_cache in zip(self.layers, k_caches, v_caches, strict=True):
             hidden = layer(hidden, step, k_cache, v_cache)
-        if not direct:
-            hidden = hidden.index_select(0, logits_indices)
-        return self._logits(hidden)
+        return hidden
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states, [n, hidden_size] → float32 [n, vocab_size]."""
         head = self.embed if self.lm_head is None else self.lm_head
         return F.linear(self.norm(hidden), head.weight).float()
 

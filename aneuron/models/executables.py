@@ -17,10 +17,11 @@ import torch
 
 from aneuron.errors import ConfigError, OutOfMemory
 from aneuron.models.architecture import ModelConfig
-from aneuron.models.sampler import greedy, sample
-from aneuron.models.slots import SlotState
+from aneuron.models.sampling.logprobs import prompt_logprobs, raw_logprobs, sampled_logprobs
+from aneuron.models.sampling.sampler import greedy, sample
+from aneuron.models.sampling.slots import SlotState
 from aneuron.models.weights import kv_bytes_per_token, load_decoder
-from aneuron.plans import BlockCopies, ModelInput, ModelSpec
+from aneuron.plans import BlockCopies, ModelInput, ModelSpec, PromptLogprobs, Sampled
 
 if TYPE_CHECKING:
     from aneuron.models.decoder import Decoder
@@ -81,6 +82,7 @@ class TorchModel:
             kv_bytes_per_token=kv_bytes_per_token(config, torch_dtype),
             dtype=str(torch_dtype).removeprefix("torch."),
             has_slots=True,
+            has_logits=True,
         )
         return cls(spec, load_decoder(path, config, torch_dtype))
 
@@ -166,8 +168,12 @@ class TorchExecutable:
         self._model = model
         self._window = window
 
-    def __call__(self, inputs: ModelInput, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, inputs: ModelInput, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | Sampled:
         """Run one step and return the sampled ids, int32 [inputs.num_sampled].
+
+        With logprobs if a sample wants them.
 
         The columns of `inputs` are read in place, so they must not change meanwhile. With
         `inputs.slots`, last tokens are read from and written to the model's slots.
@@ -183,17 +189,23 @@ class TorchExecutable:
         if inputs.writes is not None:
             slots.write(inputs.writes)
         with torch.inference_mode():
-            logits = self._forward(inputs, input_ids)
+            logits, prompt = self._forward(inputs, input_ids)
             if inputs.copies is not None:
                 self._model.copy_blocks(inputs.copies)
             # One pass over logits that sampling reads anyway; amax carries a NaN on.
             if logits[: inputs.num_samples].amax().isnan():
                 raise FloatingPointError(f"NaN in the logits of {self.name}")
+            raw = raw_logprobs(logits, inputs)
+            if inputs.rule_samples is not None:
+                slots.apply_rules(logits.numpy(), inputs)
             sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
             sampled = sampled[: inputs.num_sampled]
+            told = None if raw is None else sampled_logprobs(raw, sampled, inputs)
         if inputs.slots is not None:
             slots.last_tokens[inputs.slots[: len(sampled)]] = sampled.numpy()
-        return sampled
+        if inputs.rule_samples is not None:
+            slots.note_tokens(sampled.numpy(), inputs)
+        return sampled if told is None and prompt is None else Sampled(sampled, told, prompt)
 
     def _input_ids(self, inputs: ModelInput, fed: torch.Tensor | None) -> torch.Tensor:
         if fed is not None:
@@ -202,21 +214,31 @@ class TorchExecutable:
             return _tensor(self._model.slots.last_tokens[inputs.slots])
         return _tensor(inputs.input_ids)
 
-    def _forward(self, inputs: ModelInput, fed: torch.Tensor | None) -> torch.Tensor:
+    def _forward(
+        self, inputs: ModelInput, fed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, PromptLogprobs | None]:
+        """Return the logits of the samples, and what is wanted of prompts."""
         model = self._model
-        logits: torch.Tensor = model.decoder(
+        before = (
             self._input_ids(inputs, fed),
             _tensor(inputs.positions),
             _tensor(inputs.slot_mapping),
             _tensor(inputs.query_start),
             _tensor(inputs.block_table),
             _tensor(inputs.context_lens),
-            _tensor(inputs.logits_indices),
-            model.k_caches,
-            model.v_caches,
-            max_query_len=inputs.max_query_len,
         )
-        return logits
+        caches, longest = (model.k_caches, model.v_caches), inputs.max_query_len
+        indices = _tensor(inputs.logits_indices)
+        if inputs.prompt_targets is None:
+            return model.decoder(*before, indices, *caches, max_query_len=longest), None
+        decoder = model.decoder
+        hidden = decoder.hidden(*before, *caches, max_query_len=longest)
+
+        def logits_of(tokens: np.ndarray) -> torch.Tensor:
+            return decoder.logits(hidden.index_select(0, _tensor(tokens)))
+
+        logits = decoder.logits(hidden.index_select(0, indices))
+        return logits, prompt_logprobs(logits_of, inputs)
 
     def _sample(self, inputs: ModelInput, logits: torch.Tensor) -> torch.Tensor:
         if inputs.slots is not None:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aneuron.errors import ConfigError
-from aneuron.models.slots import SlotState
-from aneuron.plans import ModelSpec
+from aneuron.models.sampling.slots import SlotState
+from aneuron.plans import ModelSpec, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aneuron.plans import ModelInput
 
-__all__ = ["Const", "Count", "Script", "SimModel", "Sum", "simulated_model"]
+__all__ = ["Const", "Count", "LogitsModel", "Script", "SimModel", "Sum", "simulated_model"]
 
 _EOS = 257  # of the byte tokenizer
 _BYTE_VOCAB = 258
@@ -54,6 +54,7 @@ class SimModel:
     """
 
     name = "sim"
+    has_logits = False  # and so nothing that rules could change
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class SimModel:
             sampled_dtype=sampled_dtype if on_device_sampling else "float32",
             on_device_sampling=on_device_sampling,
             has_slots=on_device_sampling and sampled_dtype == "int32",
+            has_logits=self.has_logits and on_device_sampling and sampled_dtype == "int32",
         )
         self._kv = np.zeros(0, np.int32)
         self._block_size = 0
@@ -109,7 +111,7 @@ class SimModel:
         """
         raise NotImplementedError
 
-    def _run(self, inputs: ModelInput, input_ids: Any) -> np.ndarray:
+    def _run(self, inputs: ModelInput, input_ids: Any) -> Any:
         ids = inputs.input_ids if input_ids is None else input_ids
         if inputs.writes is not None:
             self._slots.write(inputs.writes)
@@ -128,6 +130,7 @@ class SimModel:
             ids_out: np.ndarray = chosen.astype(self.spec.sampled_dtype)
             if inputs.slots is not None:
                 self._slots.last_tokens[inputs.slots[: len(ids_out)]] = ids_out
+                self._slots.note_tokens(ids_out, inputs)
             return ids_out
         logits = np.zeros((len(chosen), self.spec.vocab_size), np.float32)
         logits[np.arange(len(chosen)), chosen] = 1.0
@@ -167,7 +170,59 @@ class Sum(SimModel):
         return total % self.spec.vocab_size
 
 
-class Const(SimModel):
+class LogitsModel(SimModel):
+    """Base of those that have logits, which rules change and ids are sampled from."""
+
+    has_logits = True
+    _raw: np.ndarray | None = None  # logits of the step that runs, before rules
+
+    def logits(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the logits of each sample, a new float32 [samples, vocabulary].
+
+        Args:
+            ids: int32 [T], the ids of this step.
+            inputs: the launch.
+        """
+        raise NotImplementedError
+
+    def _run(self, inputs: ModelInput, input_ids: Any) -> Any:
+        tokens = super()._run(inputs, input_ids)
+        if inputs.logprob_samples is None and inputs.prompt_targets is None:
+            return tokens
+        return self._with_logprobs(tokens, inputs)
+
+    def _with_logprobs(self, tokens: np.ndarray, inputs: ModelInput) -> Sampled:
+        from torch import from_numpy  # only where needed
+
+        from aneuron.models.sampling import logprobs
+
+        def logits_of(indices: np.ndarray) -> Any:
+            part = copy(inputs)
+            part.logits_indices = indices
+            return from_numpy(self.logits(inputs.input_ids, part))
+
+        told = None
+        if self._raw is not None:
+            raw = logprobs.raw_logprobs(from_numpy(self._raw), inputs)
+            assert raw is not None
+            told = logprobs.sampled_logprobs(raw, from_numpy(tokens), inputs)
+            self._raw = None
+        return Sampled(tokens, told, logprobs.prompt_logprobs(logits_of, inputs))
+
+    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the argmax, or a sample for rows with a temperature."""
+        logits = self.logits(ids, inputs)
+        self._raw = logits.copy() if inputs.logprob_samples is not None else None
+        self._slots.apply_rules(logits, inputs)
+        if inputs.all_greedy:
+            best: np.ndarray = logits.argmax(axis=1)
+            return best
+        from aneuron.models.sampling.sampler import sample_on_host  # torch, only where needed
+
+        return sample_on_host(logits, inputs)
+
+
+class Const(LogitsModel):
     """The same logits at every step.
 
     Args:
@@ -179,17 +234,12 @@ class Const(SimModel):
     def __init__(self, logits: Sequence[float] = (1.0,), **options: Any) -> None:
         """Fix the logits."""
         super().__init__(**{"vocab_size": max(_BYTE_VOCAB, len(logits)), **options})
-        self.logits = np.full(self.spec.vocab_size, -10.0, np.float32)
-        self.logits[: len(logits)] = logits
+        self._fixed = np.full(self.spec.vocab_size, -10.0, np.float32)
+        self._fixed[: len(logits)] = logits
 
-    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """Return the argmax, or a sample for rows with a temperature."""
-        samples = len(inputs.logits_indices)
-        if inputs.all_greedy:
-            return np.full(samples, self.logits.argmax())
-        from aneuron.models.sampler import sample_on_host  # torch, only where needed
-
-        return sample_on_host(np.tile(self.logits, (samples, 1)), inputs)
+    def logits(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return them, once for each sample."""
+        return np.tile(self._fixed, (len(inputs.logits_indices), 1))
 
 
 class Script(SimModel):

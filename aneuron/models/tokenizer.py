@@ -143,6 +143,11 @@ class HFTokenizer:
             )
         return text
 
+    def encode_word(self, text: str) -> list[int]:
+        """Return the ids of a short text, without special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: Ids, *, skip_special_tokens: bool = True) -> str:
         """Return the text of whole ids."""
         items = ids.tolist() if isinstance(ids, np.ndarray) else ids
@@ -330,6 +335,10 @@ class ByteTokenizer:
         if check is not None:
             check(len(start) + len(spelled))
         return np.concatenate([np.array(start, dtype=np.int32), spelled], dtype=np.int32)
+
+    def encode_word(self, text: str) -> list[int]:
+        """Return the bytes of the text."""
+        return list(text.encode())
 
     def render_chat(
         self,

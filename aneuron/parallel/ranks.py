@@ -149,7 +149,11 @@ def make_runner(config: EngineConfig, loaded: Loaded, shape: BatchShape) -> Mode
         ModelRunner(
             device,
             model,
-            InputBatch(shape, slots_on_device=carry.slots_on_device),
+            InputBatch(
+                shape,
+                slots_on_device=model.spec.has_slots,
+                tokens_on_device=carry.tokens_on_device,
+            ),
             carry,
             is_output_rank=rank == 0,
         )

@@ -118,6 +118,7 @@ class Scheduler:
         """Queue a request whose prompt is known and fits, with all its choices."""
         for one in (request, *request.unforked):
             one.state = RequestState.WAITING
+            one.end_ids = () if one.params.ignore_eos else self.eos_token_ids
             self._newest_id = max(self._newest_id, one.request_id)
         self._queue.add(request)
 
@@ -220,8 +221,7 @@ class Scheduler:
         for one in (request, *request.unforked):
             if one.first_scheduled_s is None:
                 one.first_scheduled_s = now_s
-            end_ids = () if one.params.ignore_eos else self.eos_token_ids
-            self._slots.set_stop_ids(one.slot, one.params.stop_token_ids + end_ids)
+            self._slots.set_stop_ids(one.slot, one.params.stop_token_ids + one.end_ids)
             self._order.append(one.slot)
 
     def _rank_of(self, slot: int) -> tuple[int, int]:
@@ -355,6 +355,7 @@ class Scheduler:
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Take a step's tokens; return the requests that got one, each with it appended."""
+        self._slots.take_logprobs(output)  # before the tokens, which may end some
         updated, stopped = self._slots.append(output.slots, output.token_ids)
         if not plan.is_decode:
             self._note_prefill(plan, updated)

@@ -81,7 +81,7 @@ class Admission:
 
     def _look_at(self, request: Request) -> Candidate:
         kv, token_ids = self._kv, request.token_ids()
-        found = kv.find(request, token_ids)
+        found = [] if request.needs_whole_prompt else kv.find(request, token_ids)
         num_new = kv.blocks_for(len(token_ids)) - len(found)
         own = len(token_ids) % kv.block_size != 0  # a block that the prompt fills in part
         num_blocks = num_new + kv.num_idle(found) + own * len(request.unforked)
@@ -174,5 +174,5 @@ class Admission:
     ) -> NewRequest:
         return NewRequest(
             request.request_id, request.slot, token_ids, request.prompt_len, blocks,
-            request.params, request.seed, num_computed,
+            request.params, request.seed, num_computed, request.end_ids, request.bad_word_ids,
         )  # fmt: skip

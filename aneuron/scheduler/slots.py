@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aneuron.plans import ModelRunnerOutput, PromptLogprobs
     from aneuron.request import Request
 
 __all__ = ["SlotTable"]
@@ -145,6 +146,30 @@ class SlotTable:
             if token in stop_ids:
                 stopped.append(request)
         return self._updated, stopped
+
+    def take_logprobs(self, output: ModelRunnerOutput) -> None:
+        """Give requests the log probabilities of a step; its tokens come behind them."""
+        if output.logprobs is not None:
+            slots, *columns = output.logprobs
+            for slot, chosen, ids, values in zip(slots.tolist(), *columns, strict=True):
+                request = self[slot]
+                if request.logprobs is not None and request.finish_reason is None:
+                    most = request.params.logprobs
+                    request.logprobs.append(
+                        (float(chosen), ids[:most].copy(), values[:most].copy())
+                    )
+        for slot, position, logprobs in output.prompt_logprobs:
+            self._take_of_prompt(self[slot], position, logprobs)
+
+    def _take_of_prompt(self, request: Request, position: int, logprobs: PromptLogprobs) -> None:
+        """Give a request those of a part of its prompt; a resumed one gets the same again."""
+        if request.is_finished or request.choice:
+            return
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None] * request.prompt_len
+        most = request.params.prompt_logprobs
+        for index, (chosen, ids, values) in enumerate(zip(*logprobs, strict=True), position):
+            request.prompt_logprobs[index] = float(chosen), ids[:most].copy(), values[:most].copy()
 
     def _find_receivers(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Look up who gets the tokens of these slots; return those that somebody gets."""

@@ -20,6 +20,7 @@ from aneuron.stream.reader import ChoiceReader, StopWatch, is_settled, timing_of
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator
 
+    from aneuron.outputs import TokenLogprobs
     from aneuron.prompt import Tokenizer
     from aneuron.request import Request
 
@@ -84,7 +85,8 @@ class TokenStream:
         self._new_future = owner.loop.create_future
         self._request = request
         self._readers = [ChoiceReader(owner.tokenizer, one) for one in request.choices]
-        self._sole = None if request.forks else self._readers[0]
+        is_plain = not request.forks and request.logprobs is None
+        self._sole = self._readers[0] if is_plain else None
         self._live = deque(self._readers)  # with items to come; whose turn it is, first
         self._num_ready = 0
         self._failure: AneuronError | None = None  # of a choice, to be raised after what is ready
@@ -251,7 +253,8 @@ class TokenStream:
         for reader in self._readers:
             if reader.request.finish_reason is FinishReason.ABORT:
                 await self._read_what_an_abort_left(reader)
-        return self._completion()
+        of_prompt = await self._readers[0].prompt_logprobs()
+        return self._completion(of_prompt)
 
     async def _read_what_an_abort_left(self, reader: ChoiceReader) -> None:
         """Turn unread tokens into text: they are no items any more, but in the completion."""
@@ -278,7 +281,7 @@ class TokenStream:
             raise RuntimeError(_BUSY)
         self._owner.consumers.follow(self)
 
-    def _completion(self) -> Completion:
+    def _completion(self, of_prompt: list[TokenLogprobs | None] | None) -> Completion:
         request = self._request
         usage = Usage(
             request.prompt_len,
@@ -286,7 +289,7 @@ class TokenStream:
             request.cached_tokens or 0,
         )
         choices = [reader.choice() for reader in self._readers]
-        return Completion(request.name, choices, usage, timing_of(request.choices))
+        return Completion(request.name, choices, usage, timing_of(request.choices), of_prompt)
 
     # ── ending ──────────────────────────────────────────────────────────────────────────
 

@@ -7,21 +7,27 @@ arrive, by a `StopWatch`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Self
 
 from aneuron.detokenize import Detokenizer
 from aneuron.errors import InternalError
 from aneuron.futures import Signal
-from aneuron.outputs import Choice, FinishReason, Timing, Token
+from aneuron.outputs import Choice, FinishReason, Timing, Token, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
 
     from aneuron.params import SamplingParams
     from aneuron.prompt import Ids, Tokenizer
     from aneuron.request import Request
 
 __all__ = ["ChoiceReader", "StopWatch", "is_settled", "timing_of", "wait_settled"]
+
+
+_SLICE = 256  # tokens of a prompt that are told of before others get a turn
 
 
 class StopWatch:
@@ -70,6 +76,7 @@ class ChoiceReader:
         request: the choice.
         num_read: tokens of it that were read.
         pieces: their texts.
+        logprobs: theirs, if asked for.
         step: gives the text of the next token; None before `make_step`.
     """
 
@@ -77,6 +84,7 @@ class ChoiceReader:
         "_detokenizer",
         "_is_whole",
         "_tokenizer",
+        "logprobs",
         "num_read",
         "pieces",
         "request",
@@ -91,6 +99,7 @@ class ChoiceReader:
         self.request = request
         self.num_read = 0
         self.pieces: list[str] = []
+        self.logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
         self.step: Callable[[int], str | None] | None = None
 
     @property
@@ -113,7 +122,7 @@ class ChoiceReader:
             return self._last(index, token_id)
         text = self._text(token_id)
         self.pieces.append(text)
-        return Token(text, token_id, index, request.choice)
+        return Token(text, token_id, index, request.choice, logprobs=self._logprobs(index))
 
     def read_end(self) -> Token:
         """Return the last item of a choice that ended without a token for it.
@@ -132,11 +141,36 @@ class ChoiceReader:
         if token_id is not None and not request.last_is_end_id:
             text = self._text(token_id)
         if not isinstance(request.stop_reason, str):
-            text += self._text_source().flush()
+            text += self._held_text()
         self.pieces.append(text)
         return Token(
-            text, token_id, index, request.choice, request.finish_reason, request.stop_reason
+            text,
+            token_id,
+            index,
+            request.choice,
+            request.finish_reason,
+            request.stop_reason,
+            None if token_id is None else self._logprobs(index),
         )
+
+    def _logprobs(self, index: int) -> TokenLogprobs | None:
+        """Return those of the token that is read now."""
+        if self.logprobs is None or self.request.logprobs is None:
+            return None
+        self.logprobs.append(_told(self.request.logprobs[index]))
+        return self.logprobs[-1]
+
+    async def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Return those of the prompt, if asked for; None where there are none."""
+        request = self.request
+        if request.params.prompt_logprobs is None or request.prompt_ids is None:
+            return None
+        told: list[TokenLogprobs | None] = []
+        for index, one in enumerate(request.prompt_logprobs or [None] * request.prompt_len):
+            told.append(None if one is None else _told(one))
+            if index % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+        return told
 
     def read_unseen(self) -> bool:
         """Turn one token that an abort left into text, or at the end what was held back.
@@ -147,11 +181,12 @@ class ChoiceReader:
             Whether there is more.
         """
         if self.has_unread:
+            self._logprobs(self.num_read)
             self.num_read += 1
             self.pieces.append(self._text(self.request.output_ids[self.num_read - 1]))
         elif not self._is_whole:
             self._is_whole = True
-            self.pieces.append(self._text_source().flush())
+            self.pieces.append(self._held_text())
         return not self._is_whole
 
     def choice(self) -> Choice:
@@ -165,10 +200,14 @@ class ChoiceReader:
             request.finish_reason,
             request.stop_reason,
             request.abort_reason,
+            self.logprobs,
         )
 
     def make_step(self) -> Callable[[int], str | None]:
         """Return what gives the text of each token in turn."""
+        if not self.request.params.detokenize:
+            self.step = _no_text
+            return self.step
         watch, source = self.request.watch, self._text_source()
         if isinstance(watch, StopWatch):
             self.step = watch.reader()
@@ -179,6 +218,9 @@ class ChoiceReader:
     def _text(self, token_id: int) -> str:
         return (self.step or self.make_step())(token_id) or ""
 
+    def _held_text(self) -> str:
+        return self._text_source().flush() if self.request.params.detokenize else ""
+
     def _text_source(self) -> Detokenizer:
         if self._detokenizer is None:
             request = self.request
@@ -188,6 +230,15 @@ class ChoiceReader:
                 prompt = () if request.prompt_ids is None else request.prompt_ids
                 self._detokenizer = Detokenizer(self._tokenizer, prompt, request.params)
         return self._detokenizer
+
+
+def _no_text(_: int) -> None:
+    """Give no text to a token."""
+
+
+def _told(entry: tuple[float, np.ndarray, np.ndarray]) -> TokenLogprobs:
+    chosen, ids, values = entry
+    return TokenLogprobs(chosen, tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 # ── all choices of a request ────────────────────────────────────────────────────────────

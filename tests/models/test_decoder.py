@@ -160,7 +160,7 @@ class Driver:
         """Run a step and return the real rows' logits."""
         inputs = self.inputs(rows, nums, **options)
         with torch.inference_mode():
-            logits = self.model.executable(inputs)._forward(inputs, None)
+            logits, _ = self.model.executable(inputs)._forward(inputs, None)
         self.advance(rows, nums)
         return logits[: len(rows)]
 
@@ -168,6 +168,7 @@ class Driver:
         """Run a step, append the sampled tokens and return them."""
         inputs = self.inputs(rows, nums, **options)
         sampled = self.model.executable(inputs)(inputs, None)
+        assert isinstance(sampled, torch.Tensor)
         assert sampled.dtype == torch.int32
         assert len(sampled) == inputs.num_sampled
         self.advance(rows, nums)
@@ -340,11 +341,12 @@ def test_device_value_takes_the_place_of_input_ids(llama: Reference) -> None:
     driver.run(rows, [3, 8])
     inputs = driver.inputs(rows, [1, 1], is_decode=True, pad_rows=2)
     executable = driver.model.executable(inputs)
-    expected = executable(inputs, None)
+    expected: Any = executable(inputs, None)
     fed = torch.from_numpy(inputs.input_ids.copy())
     inputs.input_ids = None
     assert len(expected) == 4
-    assert torch.equal(executable(inputs, fed), expected)
+    again: Any = executable(inputs, fed)
+    assert torch.equal(again, expected)
 
 
 def executables(driver: Driver, *params: dict[str, float]) -> TorchExecutable:

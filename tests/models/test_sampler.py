@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from aneuron.models.sampler import greedy, sample, uniform
+from aneuron.models.sampling.sampler import greedy, sample, uniform
 
 pytestmark = pytest.mark.tiny
 

@@ -1,4 +1,4 @@
-"""What the device keeps of every slot for the carry `resident`: last token and parameters.
+"""What the device keeps of every slot: last token, sampling parameters, rules.
 
 Comes in: the writes that travel with launches, and sampled tokens. Goes out: the columns of
 a launch's rows. Used by executables, so on the device's thread alone, in queue order. The
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aneuron.models.sampling.rules import SlotRules
 from aneuron.params import STATE_COLUMNS
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SlotState:
         self._unset = unset
         self._columns = {name: np.zeros(size, dtype) for name, dtype in STATE_COLUMNS.items()}
         self._columns["top_p"][:] = 1.0
+        self._rules: dict[int, SlotRules] = {}
 
     def write(self, writes: SlotWrites) -> None:
         """Give slots to new owners: nothing of the old ones stays."""
@@ -41,6 +43,10 @@ class SlotState:
         self.last_tokens[slots] = self._unset
         for name, column in self._columns.items():
             column[slots] = getattr(writes, name)
+        for slot in slots.tolist() if self._rules else ():
+            self._rules.pop(slot, None)
+        for rule in writes.rules:
+            self._rules[rule.slot] = SlotRules(rule)
 
     def filled(self, inputs: ModelInput) -> ModelInput:
         """Return the launch's inputs with its rows' columns, as they are now."""
@@ -48,3 +54,21 @@ class SlotState:
         for name, column in self._columns.items():
             setattr(inputs, name, column[inputs.slots])
         return inputs
+
+    def apply_rules(self, logits: np.ndarray, inputs: ModelInput) -> None:
+        """Change the logits of samples that have rules, float32 [S, V], in place."""
+        for sample, rules in self._ruled(inputs):
+            rules.apply(logits[sample])
+
+    def note_tokens(self, tokens: np.ndarray, inputs: ModelInput) -> None:
+        """Let rules know what their requests were given; int32 [samples]."""
+        for sample, rules in self._ruled(inputs):
+            rules.note(int(tokens[sample]))
+
+    def _ruled(self, inputs: ModelInput) -> list[tuple[int, SlotRules]]:
+        """Return the samples that have rules; one that does not count has the spare slot."""
+        if inputs.rule_samples is None or inputs.slots is None:
+            return []
+        samples = inputs.rule_samples
+        found = zip(samples.tolist(), inputs.slots[samples].tolist(), strict=True)
+        return [(sample, self._rules[slot]) for sample, slot in found if slot in self._rules]
