@@ -1,6 +1,6 @@
 """What a slot keeps is its own request's: last token, parameters, through every change.
 
-The device keeps slots with the carry `resident` alone, but what a request is answered must
+The device keeps last tokens with the carry `resident` alone, but what a request is answered must
 be the same with every carry: as alone.
 """
 
@@ -64,6 +64,27 @@ async def test_case_88_a_prompt_of_one_token_starts_from_it(carry: Carry, tokens
             old.cancel()
             new = start(engine, last, 20, request_id="x")
             assert (await new).token_ids == after(last, 20)
+
+
+@every_carry
+@pytest.mark.parametrize("tokens_read", [0, 1, 3])
+async def test_case_88_a_prompt_cached_but_for_one_token(carry: Carry, tokens_read: int) -> None:
+    """It starts from that token, and reads what is cached: SUM of all of it."""
+    head = [3, 1, 4, 1, 5, 9, 2, 6]
+    async with (
+        sim_engine(Sum(), latency=0.002, max_num_seqs=1, block_size=4, **carry) as engine,
+        no_leaks(engine),
+    ):
+        await engine.generate(prompt_token_ids=[*head, 7], max_tokens=1)
+        for last in (500, 600, 700):
+            old = engine.generate(prompt_token_ids=[*head, 10], max_tokens=1000, request_id="x")
+            await read(old, tokens_read)
+            await until(lambda: engine.stats().in_flight_steps > 0)
+            old.cancel()
+            prompt = [*head, last]
+            new = await engine.generate(prompt_token_ids=prompt, max_tokens=20, request_id="x")
+            assert new.usage.cached_tokens == 8
+            assert new.token_ids == sum_reference(prompt, 20)
 
 
 @every_carry
