@@ -61,6 +61,7 @@ async def test_generate_many_with_bad_prompts(bad: Any, max_num_seqs: int) -> No
     ):
         many = engine.generate_many(prompts, max_tokens=3)
         answers, notes = {}, []
+        indices: list[int | None] = []
         while True:
             try:
                 index, answer = await anext(many)
@@ -68,9 +69,11 @@ async def test_generate_many_with_bad_prompts(bad: Any, max_num_seqs: int) -> No
                 break
             except AneuronError as error:
                 notes += error.__notes__
+                indices.append(error.prompt_index)
             else:
                 answers[index] = answer.token_ids
         assert sorted(notes) == sorted(f"prompt {n} of generate_many" for n in places)
+        assert notes == [f"prompt {index} of generate_many" for index in indices]
         assert answers == {n: after(100 * n, 3) for n in range(40) if n not in places}
 
 

@@ -85,11 +85,6 @@ class SlotTable:
         slots, step_id = self._holding
         self._last_step[slots] = step_id
 
-    def is_held(self, slot: int) -> bool:
-        """Whether a step in flight holds the slot."""
-        self._write_down()
-        return bool(self._last_step[slot] > self._applied_step)
-
     def applied(self, step_id: int) -> None:
         """Note that this step has been applied: slots that it was the last to hold come free."""
         self._applied_step = step_id
