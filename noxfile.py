@@ -105,7 +105,17 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the engine (docs/benchmarks.md), then the demo model, sync and async in turns."""
     set_up(session)
-    for name in ("host", "floor", "overlap", "churn", "prefix", "longprompt"):
+    for name in (
+        "host",
+        "floor",
+        "overlap",
+        "churn",
+        "prefix",
+        "longprompt",
+        "sampling",
+        "grammar",
+        "lookup",
+    ):
         session.run("aneuron", "bench", name)
     story = "Tell me a long story about a lighthouse keeper."
     options = ("--max-tokens", "128", "--temperature", "0", "--stats", *session.posargs)
@@ -139,7 +149,8 @@ print("aneuron", importlib.metadata.version("aneuron"), "imports from the wheel"
 def minimums(session: nox.Session) -> None:
     """Run the tests that need no model with the lowest versions that pyproject.toml allows."""
     lowest = []
-    for line in PROJECT["project"]["dependencies"]:
+    project = PROJECT["project"]
+    for line in [*project["dependencies"], *project["optional-dependencies"]["grammar"]]:
         requirement = Requirement(line)
         (bound,) = requirement.specifier
         if requirement.name != "torch":  # torch stays at the version the sessions share

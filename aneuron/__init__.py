@@ -6,12 +6,14 @@
 
 The flow, and the file of each stage:
 
-    generate()          engine.py, intake.py        text or messages → ids → Request
-      │
+    generate()          engine.py, submission.py    text or messages → ids, grammar → Request
+      │                 intake.py                   names, limits, deadlines
     step loop           core.py                     while True: plan, launch, hand over
       ├ schedule()      scheduler/, kv_cache.py     who runs, which blocks → SchedulerOutput
       ├ execute_model() runner.py, batch/           prepare inputs; breaks of the flow
       │                 carry.py                    feed the last tokens as a device future
+      ├ guidance        guidance.py, grammar.py     masks and hooks, while the forward pass runs
+      ├ sample_tokens() inflight.py                 the sampling that waited; a step in flight
       └ launch          device/                     executor thread → DeviceFuture (futures.py)
       │
     materializer        core.py                     await the future, off the critical path
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
         TokenLogprobs,
         Usage,
     )
-    from aneuron.params import SamplingParams
+    from aneuron.params import Grammar, SamplingParams
     from aneuron.stream import TokenStream
     from aneuron.stream.many import CompletionStream
 
@@ -76,6 +78,7 @@ __all__ = [
     "EngineClosed",
     "EngineStats",
     "FinishReason",
+    "Grammar",
     "InternalError",
     "InvalidRequest",
     "LaunchFailed",
@@ -107,7 +110,7 @@ _HOME = {
     "CompletionStream": "aneuron.stream.many",
     "DeviceFuture": "aneuron.futures",
     "Engine": "aneuron.engine",
-    "SamplingParams": "aneuron.params",
+    **dict.fromkeys(("Grammar", "SamplingParams"), "aneuron.params"),
     "TokenStream": "aneuron.stream",
     "open": "aneuron.opening",
 }

@@ -43,6 +43,10 @@ class PendingTokens(Protocol):
     def request_ids(self) -> np.ndarray:
         """Internal ids of its rows, int64 [n], in launch order."""
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether its future holds any number of tokens of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostIds:
@@ -128,6 +132,8 @@ class HandoffCarry:
         inputs = launch.inputs
         if pending is None or not inputs.is_decode:
             return HostIds()
+        if pending.verifies_drafts:
+            return Mismatch(BreakReason.SPECULATION)
         future = pending.sampled_token_ids
         if future.dtype != inputs.input_ids.dtype.name:
             return Mismatch(BreakReason.DTYPE_MISMATCH)

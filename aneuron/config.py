@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import TypedDict
 
 from aneuron.errors import ConfigError
@@ -31,6 +32,8 @@ _MOST = {
     "num_ranks": 4096,
 }
 MOST_CELLS = 2**31 - 1
+_DRAFT_TOKENS = 4
+_MOST_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,9 @@ class EngineConfig:
         step_timeout_s: after this long without a result the device counts as lost.
         shutdown_s: `aclose()` waits this long for the device.
         num_ranks: devices that run every step alike; the first one's tokens count.
+        speculative: draft tokens and verify several in one step; a mapping such as
+            `{"method": "ngram", "num_tokens": 4}`: the tokens that followed the same words
+            earlier on (prompt lookup), at most so many a step. None drafts none.
         timeline: keep the times of the last steps, for `engine.timeline`'s pictures.
 
     Raises:
@@ -86,6 +92,7 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     shutdown_s: float = 5.0
     num_ranks: int = 1
+    speculative: Mapping[str, object] | None = None
     timeline: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +112,8 @@ class EngineConfig:
         for name in ("num_seqs_buckets", "num_tokens_buckets", "num_blocks_buckets"):
             _check_buckets(name, getattr(self, name))
         self._check_carry()
+        if self.speculative is not None:
+            object.__setattr__(self, "speculative", _check_speculative(self.speculative))
 
     def _check_counts(self) -> None:
         for name, most in _MOST.items():
@@ -154,6 +163,11 @@ class EngineConfig:
         return cls(**options)  # type: ignore[arg-type]  # each value is checked above
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Most tokens that a step verifies beside the one that it samples anyway."""
+        return 0 if self.speculative is None else int(str(self.speculative["num_tokens"]))
+
+    @property
     def depth(self) -> int:
         """Steps that may be in flight: 1 is the synchronous baseline."""
         return self.max_in_flight_steps if self.async_scheduling else 1
@@ -179,6 +193,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout_s: float
     shutdown_s: float
     num_ranks: int
+    speculative: Mapping[str, object] | None
     timeline: bool
 
 
@@ -229,6 +244,7 @@ class BatchShape:
     rows: Buckets
     tokens: Buckets
     blocks: Buckets
+    num_draft_tokens: int = 0  # most that a step verifies of one request
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> BatchShape:
@@ -245,6 +261,7 @@ class BatchShape:
             rows=Buckets.up_to(config.max_num_seqs, config.num_seqs_buckets),
             tokens=Buckets.up_to(num_tokens, config.num_tokens_buckets, smallest=16),
             blocks=Buckets.up_to(max_blocks, config.num_blocks_buckets),
+            num_draft_tokens=config.num_draft_tokens,
         )
 
 
@@ -254,6 +271,26 @@ def _check_count(name: str, value: object, *, low: int = 1, high: int | None = N
         raise ConfigError(f"{name} must be {kind}, not {value!r}", param=name)
     if high is not None and int(value) > high:
         raise ConfigError(f"{name} must be at most {high}, not {value}", param=name)
+
+
+def _check_speculative(given: object) -> Mapping[str, object]:
+    name = "speculative"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must be a mapping, not {given!r}", param=name)
+    if unknown := sorted(set(map(str, given)) - {"method", "num_tokens"}):
+        raise ConfigError(
+            f"{name}: unknown key {unknown[0]!r}; known are method and num_tokens", param=name
+        )
+    if given.get("method") != "ngram":
+        raise ConfigError(
+            f"{name}: method must be 'ngram', not {given.get('method')!r}", param=name
+        )
+    num_tokens = given.get("num_tokens", _DRAFT_TOKENS)
+    try:
+        _check_count("num_tokens", num_tokens, high=_MOST_DRAFT_TOKENS)
+    except ConfigError as fault:
+        raise ConfigError(f"{name}: {fault}", param=name) from None
+    return MappingProxyType({"method": "ngram", "num_tokens": int(str(num_tokens))})
 
 
 def _check_seconds(name: str, value: object) -> None:

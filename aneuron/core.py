@@ -25,11 +25,12 @@ from aneuron.errors import (
     engine_failure,
 )
 from aneuron.futures import Mailbox, Signal, Watchdog
+from aneuron.guidance import Guidance
 from aneuron.intake import Intake
 from aneuron.kv_cache import KVCacheManager
 from aneuron.outputs import AbortReason, EngineStats, FinishReason
 from aneuron.parallel.ranks import make_runner
-from aneuron.plans import Break, BreakReason
+from aneuron.plans import Break
 from aneuron.request import wake
 from aneuron.scheduler import Scheduler
 from aneuron.timeline import RING_STEPS, Timeline
@@ -37,11 +38,12 @@ from aneuron.timeline import RING_STEPS, Timeline
 if TYPE_CHECKING:
     from aneuron.config import EngineConfig
     from aneuron.futures import DeviceFuture
+    from aneuron.inflight import InFlightStep
     from aneuron.models.loading import Loaded
     from aneuron.parallel.ranks import RankGroup, RankStep
-    from aneuron.plans import ModelRunnerOutput, SchedulerOutput
+    from aneuron.plans import ModelRunnerOutput, ModelSpec, SchedulerOutput
     from aneuron.request import Request
-    from aneuron.runner import InFlightStep, ModelRunner
+    from aneuron.runner import ModelRunner
 
 __all__ = ["EngineCore"]
 
@@ -56,6 +58,7 @@ class EngineCore:
         config: EngineConfig,
         scheduler: Scheduler,
         runner: ModelRunner | RankGroup,
+        spec: ModelSpec,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Make a core at rest; `run` starts it."""
@@ -72,6 +75,10 @@ class EngineCore:
         self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
         self._watchdog = Watchdog(config.step_timeout_s, self._clock)
         self._changed = Signal()  # for the step loop: look again
+        self._guidance = Guidance(
+            scheduler, runner, spec, changed=self._changed, watchdog=self._watchdog,
+            clock=self._clock,
+        )  # fmt: skip
         self._idle = asyncio.Event()
         self._started, self._stopping = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,9 +103,11 @@ class EngineCore:
             length_limit=min(loaded.max_model_len, kv.capacity),
             eos_token_ids=loaded.models[0].spec.eos_token_ids,
             num_slots=shape.num_slots,
+            num_draft_tokens=shape.num_draft_tokens,
             clock=loop.time,
         )
-        return cls(config, scheduler, make_runner(config, loaded, shape), loop)
+        runner = make_runner(config, loaded, shape)
+        return cls(config, scheduler, runner, loaded.models[0].spec, loop)
 
     async def supervise(self) -> None:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""
@@ -119,6 +128,7 @@ class EngineCore:
         finally:
             # Also when the loop shuts down and cancels this task.
             self._abandon(error)
+            self._guidance.close()
             self.let_go()
         with suppress(TimeoutError):  # the device hangs: its threads are left behind
             async with asyncio.timeout_at(self._stop_deadline()):
@@ -194,28 +204,33 @@ class EngineCore:
         while True:
             plan = await self._next_plan()  # room for a step, and something to do
             await self.runner.execute_model(plan)  # breaks of the flow happen in there
-            self._in_flight.put(self.runner.sample_tokens())
+            grammar = None
+            if (launch := self.runner.guided) is not None:  # it waits for the tokens before
+                grammar = await self._guidance.output(plan, launch)
+            self._in_flight.put(self.runner.sample_tokens(grammar))
 
     async def _next_plan(self) -> SchedulerOutput:
         """Wait for room and work; from here on the plan's step is in flight."""
-        held_up_s: float | None = None
+        held_up: Break | None = None
         while True:
             if self._num_in_flight < self.depth:
                 begun_s = self._clock()
                 plan = self.scheduler.schedule()
                 if plan is not None:
-                    self._note_plan(plan, begun_s, held_up_s)
+                    self._note_plan(plan, begun_s, held_up)
                     return plan
-                is_held_up = self._num_in_flight and self.scheduler.wants_room
-                held_up_s = (held_up_s or begun_s) if is_held_up else None
+                if self._num_in_flight and (reason := self.scheduler.lacks) is not None:
+                    held_up = held_up or Break(reason, begun_s, begun_s)
+                else:
+                    held_up = None
             await self._changed.wait()
 
-    def _note_plan(self, plan: SchedulerOutput, begun_s: float, held_up_s: float | None) -> None:
+    def _note_plan(self, plan: SchedulerOutput, begun_s: float, held_up: Break | None) -> None:
         record = plan.record
         record.begun_s, record.scheduled_s = begun_s, self._clock()
         self.timeline.add(record)
-        if held_up_s is not None:
-            wait = Break(BreakReason.DRAIN, held_up_s, record.scheduled_s)
+        if held_up is not None:
+            wait = held_up._replace(end_s=record.scheduled_s)
             self.runner.stats.note_break(record, wait)
         self._num_in_flight += 1
 
@@ -242,6 +257,13 @@ class EngineCore:
 
     def _take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Let the scheduler have a step's tokens, look for stop strings, wake consumers."""
+        if plan.draft_ids is not None:
+            self.scheduler.speculation.settle(plan, output)
+        for tokens in (output, *output.more):  # a request's one after the other
+            self._give(plan, tokens)
+        self.timeline.finish(plan.record)
+
+    def _give(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         record, num_watched = plan.record, self.intake.num_watched  # those that end here, too
         updated = self.scheduler.update_from_output(plan, output)
         self.intake.num_generated += len(updated)
@@ -253,7 +275,6 @@ class EngineCore:
         record.detokenized_s = self._clock()
         wake(updated)
         record.delivered_s = self._clock()
-        self.timeline.finish(record)
 
     def _watch(self, request: Request) -> None:
         """End a request whose text now has a stop string; a decoder's bug is its alone."""
@@ -321,6 +342,8 @@ class EngineCore:
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
             preemptions=scheduler.num_preemptions,
+            draft_tokens=scheduler.speculation.num_drafted,
+            accepted_draft_tokens=scheduler.speculation.num_accepted,
             steps=flow.steps,
             decode_steps=flow.decode_steps,
             async_steps=flow.async_steps,

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import numpy as np
-
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
@@ -23,23 +21,17 @@ from aneuron.intake import check_request
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams, check_deadline
-from aneuron.prompt import (
-    check_choices,
-    check_length,
-    check_vocabulary,
-    spell_bad_words,
-    tokenize,
-    validate_messages,
-    validate_text,
-    validate_token_ids,
-)
+from aneuron.prompt import spell_bad_words, validate_messages, validate_text, validate_token_ids
 from aneuron.request import make_request
-from aneuron.stream import Consumers, StopWatch, TokenStream
+from aneuron.stream import Consumers, TokenStream
 from aneuron.stream.many import CompletionStream
+from aneuron.submission import Submission
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+
+    import numpy as np
 
     from aneuron.device import Device, Model
     from aneuron.models.catalog import Progress
@@ -85,8 +77,9 @@ class Engine:
         ConfigError: a setting is wrong; `param` names it.
     """
 
-    loop: asyncio.AbstractEventLoop  # these four are set by open()
+    loop: asyncio.AbstractEventLoop  # these five are set by open()
     _core: EngineCore
+    _submission: Submission
     tokenizer: Tokenizer
     spec: ModelSpec
 
@@ -166,11 +159,14 @@ class Engine:
         self.loop = asyncio.get_running_loop()
         self.tokenizer = loaded.tokenizer
         self.spec = loaded.models[0].spec
-        self._max_model_len = loaded.max_model_len
-        self._core = EngineCore.build(self.config, loaded, self.loop)
+        self._core = core = EngineCore.build(self.config, loaded, self.loop)
+        self._submission = Submission(
+            core.intake, core.scheduler.kv, self.tokenizer, self.spec,
+            max_model_len=loaded.max_model_len,
+        )  # fmt: skip
         # The only bare task: it owns the TaskGroup, so that open, generate and aclose may
         # be called from different tasks, and a crash cancels none of them.
-        self._supervisor = asyncio.create_task(self._core.supervise(), name="aneuron-supervisor")
+        self._supervisor = asyncio.create_task(core.supervise(), name="aneuron-supervisor")
 
     async def aclose(self) -> None:
         """Abort what runs (reason "shutdown"), wait for the device, and free everything.
@@ -237,7 +233,7 @@ class Engine:
         if prompt is not None:
             return self._submit(made, validate_text(prompt), deadline_s)
         ids = validate_token_ids(prompt_token_ids, vocab_size=self.spec.vocab_size)
-        self._check_length(len(ids), params, param="prompt_token_ids")
+        self._submission.check_length(len(ids), params, param="prompt_token_ids")
         return self._submit(made, ids, deadline_s)
 
     def chat(
@@ -312,28 +308,8 @@ class Engine:
     def _submit(
         self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
     ) -> TokenStream:
-        intake, deadline_s = self._core.intake, check_deadline(deadline_s)
-        if isinstance(prompt, np.ndarray):
-            self._watch(request, prompt)  # may raise: before anything knows of it
-            intake.register(request, deadline_s=deadline_s)
-            intake.admit(request, prompt)
-        else:
-            intake.register(request, deadline_s=deadline_s)
-            intake.prepare(request, partial(self._prepare, request, prompt))
+        self._submission.submit(request, prompt, deadline_s)
         return TokenStream(self, request)
-
-    async def _prepare(self, request: Request, prompt: str | Messages) -> None:
-        param = "prompt" if isinstance(prompt, str) else "messages"
-        check = partial(self._check_length, params=request.params, param=param)
-        ids = await tokenize(self.tokenizer, prompt, check=check)
-        check_vocabulary(ids, vocab_size=self.spec.vocab_size, param=param)
-        if not request.is_finished:
-            self._watch(request, ids)
-            self._core.intake.admit(request, ids)
-
-    def _watch(self, request: Request, ids: np.ndarray) -> None:
-        for one in request.choices if request.params.stop else ():
-            one.watch = StopWatch.of(self.tokenizer, ids, request.params)
 
     def abort(self, request_id: str) -> None:
         """End a request by name; no token of it comes after this. Unknown names do nothing."""
@@ -377,11 +353,6 @@ class Engine:
         if not hasattr(self, "_core"):
             raise EngineClosed(_NOT_OPEN)
         return self._core
-
-    def _check_length(self, num_tokens: int, params: SamplingParams, *, param: str) -> None:
-        kv, limit = self._core.scheduler.kv, self._max_model_len
-        check_length(num_tokens, max_model_len=limit, capacity=kv.capacity, param=param)
-        check_choices(num_tokens, params.n, block_size=kv.block_size, num_blocks=kv.num_blocks)
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:

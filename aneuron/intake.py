@@ -53,6 +53,16 @@ def check_request(
         raise InvalidRequest(
             f"{spec.name} shows no logits on this device, which {field} needs", param=field
         )
+    if params.grammar is not None and not spec.has_masks:
+        raise InvalidRequest(
+            f"{spec.name} takes no masks on this device, which a grammar needs", param="grammar"
+        )
+    if params.logits_processors and not spec.is_split:
+        raise InvalidRequest(
+            f"{spec.name} does not show its logits to the host on this device, which "
+            "logits_processors need",
+            param="logits_processors",
+        )
     check_vocabulary_of(params, spec.vocab_size)
 
 

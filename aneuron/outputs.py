@@ -167,6 +167,7 @@ class EngineStats:
         cached_blocks: with content that a prompt may find, held or not.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
         preemptions: of requests that gave their blocks up to be computed again.
+        draft_tokens, accepted_draft_tokens: verified, and found right (`speculative`).
         steps, decode_steps, async_steps, sync_fallback_steps: launched.
         breaks: by reason.
         prompt_tokens, generation_tokens: of requests admitted, and given out, so far.
@@ -181,6 +182,8 @@ class EngineStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     preemptions: int
+    draft_tokens: int
+    accepted_draft_tokens: int
     steps: int
     decode_steps: int
     async_steps: int

@@ -58,6 +58,10 @@ class StreamDecoder(Protocol):
 class Tokenizer(Protocol):
     """What the engine asks of a tokenizer.
 
+    Grammars ask for one thing more, `spell_vocabulary() -> (texts, special_ids) | None`, once and
+    from a thread: the bytes that each id spells, in order, and which ids are special tokens
+    (their bytes are their names). Without it, requests with a grammar are refused.
+
     Attributes:
         eos_token_ids: the ids that end an answer, as far as the tokenizer knows.
         vocab_size: how many ids there are.

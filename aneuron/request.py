@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aneuron.outputs import AbortReason, FinishReason
     from aneuron.params import SamplingParams
 
-__all__ = ["Request", "RequestState", "TextWatch", "make_request", "wake"]
+__all__ = ["Matcher", "Request", "RequestState", "TextWatch", "make_request", "wake"]
 
 
 class RequestState(Enum):
@@ -41,6 +41,19 @@ class TextWatch(Protocol):
 
     def feed(self, token_id: int) -> str | None:
         """Take one token; return the stop string that it completed, if any."""
+
+
+class Matcher(Protocol):
+    """Where a request stands in its grammar; only requests with a grammar have one."""
+
+    error: str | None  # it broke, or was given a token that it does not allow
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing can follow."""
+
+    def advance(self, token: int) -> None:
+        """Take one token."""
 
 
 class Request:
@@ -66,6 +79,7 @@ class Request:
         "last_is_end_id",
         "logprobs",
         "made_way_up_to",
+        "matcher",
         "name",
         "on_finish",
         "output_ids",
@@ -132,6 +146,7 @@ class Request:
         self.prompt_logprobs: list[tuple[float, np.ndarray, np.ndarray] | None] | None = None
         self.slot = -1
         self.watch: TextWatch | None = None
+        self.matcher: Matcher | None = None  # of its grammar
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.abort_reason: AbortReason | None = None

@@ -1,44 +1,37 @@
 """`ModelRunner`: the step coroutine, from a plan to a launch and a step in flight.
 
 Comes in: `SchedulerOutput`. Goes out: `InFlightStep`, whose `get_output()` gives the tokens.
-Run by the step loop. Wherever the engine must stop and wait for the device on the critical
-path, there is an `await` in `execute_model`: a break of the flow, with its reason.
+Run by the step loop. Wherever a launch must stop and wait for the device on the critical path,
+there is an `await` in `execute_model`: a break of the flow, with its reason. What waits for
+masks and hooks before it samples is in guidance.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
 from aneuron.clock import clock_of
-from aneuron.errors import DeviceError
+from aneuron.inflight import InFlightStep
 from aneuron.outputs import BreakStats
-from aneuron.plans import (
-    Break,
-    BreakReason,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    Sampled,
-    SampledLogprobs,
-)
+from aneuron.plans import Break, BreakReason, LogitEdits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import asyncio
+    from collections.abc import Callable
 
     from aneuron.batch import InputBatch, Launch
     from aneuron.carry import Carry
-    from aneuron.device import Device, Model
+    from aneuron.device import Device, Model, SplitExecutable, SplitModel
     from aneuron.futures import DeviceFuture
-    from aneuron.plans import ModelInput, SchedulerOutput, StepRecord
+    from aneuron.plans import GrammarOutput, ModelInput, SchedulerOutput, StepRecord
 
-__all__ = ["AsyncExecutionBuffer", "FlowStats", "InFlightStep", "ModelRunner"]
+__all__ = ["AsyncExecutionBuffer", "FlowStats", "ModelRunner"]
 
 _logger = logging.getLogger("aneuron.flow")
 
@@ -88,156 +81,6 @@ class FlowStats:
         }
 
 
-class InFlightStep:
-    """A launched step: its plan, its future, and who its rows are.
-
-    Materialized exactly once, by whoever awaits first: the materializer, or a break.
-    """
-
-    __slots__ = (
-        "_batch",
-        "_is_let_go",
-        "_launch",
-        "_output",
-        "_previous",
-        "is_read",
-        "plan",
-        "sampled_token_ids",
-    )
-
-    def __init__(
-        self,
-        plan: SchedulerOutput,
-        launch: Launch,
-        future: DeviceFuture,
-        batch: InputBatch,
-        previous: InFlightStep | None,
-        *,
-        is_read: bool = True,
-    ) -> None:
-        """Make the handle.
-
-        Args:
-            plan: of the step.
-            launch: of the plan.
-            future: of the launch.
-            batch: where its tokens are written.
-            previous: the step launched before, if not yet settled.
-            is_read: whether its tokens are copied to the host also without a break.
-        """
-        self.is_read = is_read
-        self.plan = plan
-        self.sampled_token_ids = future
-        self._launch = launch
-        self._batch = batch
-        # Where steps are not read, a break needs this one's tokens alone: rows that it lacks
-        # were forced by the break that let them out.
-        self._previous = previous if is_read else None
-        self._is_let_go = False  # the materializer is done with it, and saw no failure
-        self._output: ModelRunnerOutput | None = None
-
-    @property
-    def request_ids(self) -> np.ndarray:
-        """Internal ids of the rows, int64 [num_reqs], in launch order."""
-        return self._launch.request_ids
-
-    async def get_output(self) -> ModelRunnerOutput:
-        """Wait for the tokens and write them to the batch; may be called again.
-
-        Cancelled: nothing has been written, and the next call does it.
-
-        Raises:
-            DeviceError: the step, or one that fed it, failed.
-        """
-        if (previous := self._previous) is not None:
-            if previous._output is None:  # noqa: SLF001  its own kind
-                await previous.settle()
-            self._previous = None
-        try:
-            values = await self.sampled_token_ids
-        finally:
-            self._note_run()
-        if getattr(values, "ndim", 1) == 2:
-            values = await asyncio.to_thread(_sample_on_host, values, self._launch.inputs)
-        # From here on nothing waits: the check and the write are one.
-        if self._output is None:
-            self._output = self._materialize(values)
-        return self._output
-
-    async def settle(self) -> None:
-        """Wait as `get_output` does, and leave a failure to the materializer.
-
-        Raises:
-            DeviceError: it failed behind the materializer's back: tokens that it had left on
-                the device could not be read.
-        """
-        if self._output is not None:
-            return
-        try:
-            await self.get_output()
-        except DeviceError:
-            if self._is_let_go:
-                raise
-
-    async def discard(self) -> None:
-        """Wait for the step's end and leave its tokens on the device.
-
-        Raises:
-            DeviceError: the step, or one that fed it, failed.
-        """
-        await self.sampled_token_ids.discard()
-        self._is_let_go = True
-
-    def fail(self, error: DeviceError) -> None:
-        """Resolve it with an error if it has no result yet."""
-        self.sampled_token_ids.resolve(None, error)
-
-    def _note_run(self) -> None:
-        """Record when the program ran: the output rank's, which is the first to be asked."""
-        record, future = self.plan.record, self.sampled_token_ids
-        if math.isnan(record.read_s) and future.done():
-            record.device_start_s = future.device_start_s
-            record.device_end_s = future.device_end_s
-            record.read_s = future.read_s
-
-    def _materialize(self, values: Any) -> ModelRunnerOutput:
-        launch, logprobs, of_prompts = self._launch, None, None
-        if isinstance(values, Sampled):
-            values, logprobs, of_prompts = values
-        tokens = np.asarray(values)[: len(launch.slots)].astype(np.int32, copy=False)
-        slots, ends, emits = launch.slots, launch.ends, launch.emits
-        if logprobs is not None:
-            logprobs = _by_slot(logprobs, slots, emits)
-        if emits is not None:
-            slots, ends, tokens = slots[emits], ends[emits], tokens[emits]
-        self._batch.apply(slots, ends, tokens)
-        parts = () if of_prompts is None else tuple(_parts(of_prompts, launch.inputs))
-        return ModelRunnerOutput(slots, tokens, logprobs, parts)
-
-
-def _by_slot(
-    logprobs: SampledLogprobs, slots: np.ndarray, emits: np.ndarray | None
-) -> SampledLogprobs:
-    """Return logprobs with slots in place of samples, of those whose tokens count."""
-    samples, *columns = logprobs
-    if emits is not None:
-        counts = emits[samples]
-        samples, columns = samples[counts], [column[counts] for column in columns]
-    return SampledLogprobs(slots[samples], *columns)
-
-
-def _parts(
-    logprobs: PromptLogprobs, inputs: ModelInput
-) -> Iterator[tuple[int, int, PromptLogprobs]]:
-    """Yield the part of each prompt: slot, position of its first token, and its columns."""
-    assert inputs.prompt_targets is not None
-    begin = 0
-    for slot, position, count in inputs.prompt_targets.parts:
-        columns = (column[begin : begin + count] for column in logprobs)
-        yield slot, position, PromptLogprobs(*columns)
-        begin += count
-
-
 @dataclass(slots=True)
 class AsyncExecutionBuffer:
     """The step whose future the next launch may be fed with."""
@@ -272,7 +115,8 @@ class ModelRunner:
         self._clock: Callable[[], float] = monotonic
         self.stats = FlowStats()
         self.async_execution_buffer = AsyncExecutionBuffer()
-        self._executed: tuple[SchedulerOutput, Launch, DeviceFuture] | None = None
+        # The future is the forward part's, or None, of a launch whose sampling waits.
+        self._executed: tuple[SchedulerOutput, Launch, DeviceFuture | None] | None = None
 
     async def execute_model(self, plan: SchedulerOutput) -> None:
         """Launch a plan; the awaits below are the breaks of the flow."""
@@ -297,15 +141,54 @@ class ModelRunner:
                 pass  # as prepared
         self._launch_forward(plan, launch, is_async=isinstance(decision, Feed | FromSlots))
 
-    def sample_tokens(self) -> InFlightStep:
-        """Return the step in flight; its executable samples, so there is no more to launch."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> InFlightStep:
+        """Return the step in flight; what of it waits for the host is launched now.
+
+        Args:
+            grammar_output: what the host says of the launch's `guided` samples, if it has some.
+        """
         assert self._executed is not None, "execute_model() comes first"
         plan, launch, future = self._executed
         self._executed = None
+        forward = None
+        if launch.guided is not None:
+            forward, future = future, self._launch_guided(launch, future, grammar_output)
+            if forward is None:
+                plan.record.launched_s = self._clock()
+        assert future is not None, "only a guided launch waits"
         previous = self.async_execution_buffer.pending
-        step = InFlightStep(plan, launch, future, self.batch, previous, is_read=self._is_read)
+        step = InFlightStep(
+            plan, launch, future, self.batch, previous, forward=forward, is_read=self._is_read
+        )
         self.async_execution_buffer.pending = step
         return step
+
+    @property
+    def guided(self) -> Launch | None:
+        """The launch whose sampling waits for `sample_tokens`, if it does."""
+        launch = None if self._executed is None else self._executed[1]
+        return None if launch is None or launch.guided is None else launch
+
+    def read_logits(self, samples: np.ndarray) -> DeviceFuture:
+        """Have logits copied to the host, of samples of the launch that waits, int64 [H].
+
+        Returns:
+            Of float32 [H, V].
+        """
+        assert self._executed is not None, "execute_model() comes first"
+        _, launch, forward = self._executed
+        none = np.zeros(0, np.int64)
+        edits = LogitEdits(none, np.zeros((0, 0), np.int32), samples, np.zeros((0, 0), np.float32))
+        inputs = replace(launch.inputs, edits=edits)
+        return self.device.launch(self._split(inputs).hooked, inputs, feed=forward)
+
+    def note_break(self, plan: SchedulerOutput, one: Break) -> None:
+        """Count a break before sampling: a step that was asynchronous until then is not."""
+        self._note_break(plan, one)
+        if plan.record.is_async:
+            plan.record.is_async = False
+            self.stats.async_steps -= 1
+            self.stats.sync_fallback_steps += 1
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the device; see `Device.start`."""
@@ -352,18 +235,48 @@ class ModelRunner:
             self.stats.note_break(plan.record, one)
 
     def _launch_forward(self, plan: SchedulerOutput, launch: Launch, *, is_async: bool) -> None:
-        record = plan.record
+        record, inputs, future = plan.record, launch.inputs, None
         record.prepared_s = self._clock()
-        executable = self.model.executable(launch.inputs)
-        future = self.device.launch(executable, launch.inputs, read=self._is_read)
+        if launch.guided is None:
+            executable = self.model.executable(inputs)
+            future = self.device.launch(executable, inputs, read=self._is_read)
+        elif self.model.spec.is_split:
+            # The host has its say later: the device computes meanwhile.
+            future = self.device.launch(self._split(inputs).forward, inputs, read=False)
+        else:
+            is_async = False
         self.batch.advance(plan)
         self._executed = (plan, launch, future)
-        record.is_async = is_async if self.carry.counts_steps else None
-        self.stats.note_step(is_decode=plan.is_decode, is_async=record.is_async)
-        record.launched_s = self._clock()
+        # Fed with the device's own tokens, but only once the host had seen them: not ahead.
+        waited = any(one.reason is BreakReason.SPECULATION for one in record.breaks)
+        record.is_async = is_async and not waited if self.carry.counts_steps else None
+        self.stats.note_step(is_decode=not plan.is_prefill, is_async=record.is_async)
+        if future is not None:
+            record.launched_s = self._clock()
+
+    def _launch_guided(
+        self, launch: Launch, forward: DeviceFuture | None, told: GrammarOutput | None
+    ) -> DeviceFuture:
+        """Launch what waited for the host: the sampling part, or all of a fused program."""
+        assert told is not None, "the host has not spoken yet"
+        # Its own object: the device may look at the other one now.
+        inputs = replace(launch.inputs, edits=_edits(launch, told))
+        if forward is None:
+            executable = self.model.executable(inputs)
+            return self.device.launch(executable, inputs, read=self._is_read)
+        executable = self._split(inputs).sampling
+        return self.device.launch(executable, inputs, read=self._is_read, feed=forward)
+
+    def _split(self, inputs: ModelInput) -> SplitExecutable:
+        return cast("SplitModel", self.model).split(inputs)
 
 
-def _sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
-    from aneuron.models.sampling.sampler import sample_on_host  # torch, only where needed
+def _edits(launch: Launch, told: GrammarOutput) -> LogitEdits:
+    """Return what the host said, with samples of the launch in place of slots."""
+    assert launch.guided is not None
+    sample_of = dict(zip(launch.slots[launch.guided].tolist(), launch.guided.tolist(), strict=True))
 
-    return sample_on_host(logits, inputs)
+    def samples(slots: np.ndarray) -> np.ndarray:
+        return np.array([sample_of[slot] for slot in slots.tolist()], np.int64)
+
+    return LogitEdits(samples(told.slots), told.bitmask, samples(told.hooked_slots), told.logits)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Before torch is first imported: a machine that runs tests has other work to do, too.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The core also runs in asyncio's debug mode (wrong-thread calls, slow callbacks, lost
 # exceptions); an `asyncio-debug` variant of a test stays only in these files.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from aneuron import Engine, Token, TokenStream
+    from aneuron.inflight import InFlightStep
     from aneuron.plans import StepRecord
-    from aneuron.runner import InFlightStep
 
 STEP_S = 0.005
 both_schedulings = pytest.mark.parametrize("async_scheduling", [True, False])

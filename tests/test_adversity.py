@@ -202,7 +202,7 @@ async def test_requests_while_the_engine_fails(text: bool) -> None:
 async def test_reopened_on_a_new_device() -> None:
     """A lost engine is closed and opened again: a device by name is a new one."""
     engine = await aneuron.open("sim:count")
-    engine._core.runner.device._faults[3] = 101  # type: ignore[attr-defined]
+    engine._core.runner.device._faults[3, False] = 101  # type: ignore[attr-defined]
     assert type(await outcome(start(engine, 1))) is DeviceLost
     await engine.aclose()
     async with engine:

@@ -49,7 +49,9 @@ def launch(ids: list[int], *, rows: int, is_decode: bool = True) -> Any:
 
 def pending(ids: list[int], *, rows: int, dtype: str = "int32") -> Any:
     future = SimpleNamespace(shape=(rows,), dtype=dtype)
-    return SimpleNamespace(request_ids=np.array(ids), sampled_token_ids=future)
+    return SimpleNamespace(
+        request_ids=np.array(ids), sampled_token_ids=future, verifies_drafts=False
+    )
 
 
 def plan(ids: list[int]) -> Any:

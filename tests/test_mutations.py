@@ -13,13 +13,14 @@ import pytest
 
 from aneuron.batch import InputBatch
 from aneuron.carry import Feed, HandoffCarry, Remap
+from aneuron.inflight import InFlightStep
 from aneuron.models.sampling.logprobs import raw_logprobs
 from aneuron.models.sampling.rules import SlotRules
 from aneuron.models.sampling.slots import SlotState
 from aneuron.models.simulated import SimModel
 from aneuron.parallel.ranks import RankStep
 from aneuron.plans import Break
-from aneuron.runner import InFlightStep, ModelRunner
+from aneuron.runner import ModelRunner
 from aneuron.scheduler import Scheduler
 from aneuron.scheduler.slots import SlotTable
 from tests.mutating import assert_fails, load_test
@@ -129,8 +130,7 @@ def ignore_tokens_in_flight(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Scheduler) -> Any:
         plan = schedule(self)
         for slot in plan.ending_slots if plan is not None else ():
-            self._left[slot] = 1
-            self._set_active(slot, is_active=True)
+            self._decodes.begin(slot, left=1, room=int(self._decodes.room[slot]))
         return plan
 
     patch.setattr(Scheduler, "_schedule_decode", broken)

@@ -79,9 +79,10 @@ async def test_case_49_bad_bad_words(words: Any) -> None:
         assert caught.value.param == "bad_words"
 
 
+@every_carry
 @pytest.mark.parametrize("word", [" ", "\t", "\u0001", "\n\n"])
-async def test_case_49_harmless_bad_words(word: str) -> None:
-    async with sim_engine(Favourites()) as engine, no_leaks(engine):
+async def test_case_49_harmless_bad_words(word: str, carry: Carry) -> None:
+    async with sim_engine(Favourites(), **carry) as engine, no_leaks(engine):
         assert await told(engine, [1], 3, bad_words=[word]) == "aaa"
 
 

@@ -15,8 +15,8 @@ from aneuron import DeviceError, DeviceFuture, DeviceLost
 from aneuron.batch import Launch
 from aneuron.errors import OutOfMemory
 from aneuron.futures import Watchdog
+from aneuron.inflight import InFlightStep
 from aneuron.plans import BreakReason
-from aneuron.runner import InFlightStep
 from aneuron.testing import count_engine
 from tests.support import Flow, some_turns
 
@@ -43,7 +43,7 @@ class RecordingBatch:
 
 def step_of(batch: Any, previous: InFlightStep | None = None) -> InFlightStep:
     plan: Any = SimpleNamespace(record=SimpleNamespace(read_s=math.nan))
-    inputs: Any = None
+    inputs: Any = SimpleNamespace(spec_decode_metadata=None)
     launch = Launch(inputs, np.array([1]), np.array([0]), np.array([1]), np.array([True]))
     return InFlightStep(plan, launch, pending_future(), batch, previous)
 

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aneuron.batch.packing import (
+    prompt_targets,
+    rule_writes,
+    stage_forks,
+    stage_tokens,
+    stage_verification,
+    store_drafts,
+)
 from aneuron.batch.staging import Layout, Staging
-from aneuron.params import STATE_COLUMNS, num_likeliest
-from aneuron.plans import BlockCopies, PromptTargets, RuleWrite, SlotWrites
+from aneuron.params import STATE_COLUMNS
+from aneuron.plans import SlotWrites
 
 if TYPE_CHECKING:
     from aneuron.config import BatchShape
@@ -24,7 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["InputBatch", "Launch"]
 
 _FLOW_COLUMNS = ("slot_of", "request_ids", "prefill_end", "num_computed", "next_cell", "next_len")
-_ROW_COLUMNS = (*_FLOW_COLUMNS, *STATE_COLUMNS, "has_rules", "num_logprobs", "prompt_logprobs")
+_ROW_COLUMNS = (
+    *_FLOW_COLUMNS, *STATE_COLUMNS, "has_rules", "is_guided",
+    "num_logprobs", "prompt_logprobs",
+)  # fmt: skip
 
 
 @dataclass(slots=True)  # not frozen: made each step, and that costs four times as much
@@ -36,6 +47,7 @@ class Launch:
     slots: np.ndarray  # int64 [num_reqs], launch order
     ends: np.ndarray  # int [num_reqs], position of the token that the row gives
     emits: np.ndarray | None  # bool [num_reqs]: the row's token counts; None: all do
+    guided: np.ndarray | None = None  # int64, those whose token waits for the host; None: none
 
 
 class InputBatch:
@@ -76,6 +88,7 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.has_rules = np.zeros(rows, np.bool_)
+        self.is_guided = np.zeros(rows, np.bool_)  # has a grammar or hooks
         self.num_logprobs = np.full(rows, -1, np.int32)  # alternatives wanted; -1: no logprobs
         self.prompt_logprobs = np.full(rows, -1, np.int32)  # likewise, of the prompt
         self._slots_on_device = slots_on_device or tokens_on_device
@@ -92,6 +105,8 @@ class InputBatch:
         """Bring rows and blocks up to date with a plan."""
         if plan.removed_slots:
             self.remove(plan.removed_slots)
+        if plan.rejected is not None:
+            self._roll_back(*plan.rejected)
         for new in plan.new_requests:
             self._add(new)
         if plan.block_slots.size:
@@ -99,6 +114,21 @@ class InputBatch:
             self.block_table[rows, plan.block_columns] = plan.block_ids
             self.next_cell[rows] = plan.block_ids * self.shape.block_size
             self._table_version += 1
+
+    def _roll_back(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Forget tokens that were launched as drafts, and rejected."""
+        rows = self.row_of[slots]
+        self.num_computed[rows] -= counts
+        self._aim(rows)
+        self._layout = None
+
+    def _aim(self, rows: np.ndarray) -> None:
+        """Work out where the next token of each row goes, from how many there are."""
+        size = self.shape.block_size
+        self.next_len[rows] = self.num_computed[rows] + 1
+        blocks, offsets = np.divmod(self.num_computed[rows], size)
+        blocks = np.minimum(blocks, self.block_table.shape[1] - 1)  # of a row at its limit
+        self.next_cell[rows] = self.block_table[rows, blocks] * size + offsets
 
     def remove(self, slots: tuple[int, ...]) -> None:
         """Take requests out and close the gaps."""
@@ -148,6 +178,7 @@ class InputBatch:
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
         self.has_rules[row] = params.has_rules
+        self.is_guided[row] = params.is_guided
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         of_prompt = params.prompt_logprobs
         self.prompt_logprobs[row] = -1 if of_prompt is None else of_prompt
@@ -161,6 +192,8 @@ class InputBatch:
             layout = self._layout = self._lay_out(plan.slots)
         if plan.is_decode:
             launch = self._prepare_decode(staging, layout)
+        elif plan.draft_ids is not None:
+            launch = self._prepare_verification(staging, layout, plan)
         else:
             order = slice(None) if layout.order is None else layout.order
             counts = plan.num_scheduled[order]
@@ -177,13 +210,12 @@ class InputBatch:
         if plan.is_decode:
             self._next[:, layout.where] += self._ones[:, : len(layout.rows)]
             self._longest += 1
+            if self.shape.num_draft_tokens:  # blocks may have come before their time
+                self._aim(layout.rows)
             return
-        rows, size = self.row_of[plan.slots], self.shape.block_size
+        rows = self.row_of[plan.slots]
         self.num_computed[rows] += plan.num_scheduled
-        self.next_len[rows] = self.num_computed[rows] + 1
-        blocks, offsets = np.divmod(self.num_computed[rows], size)
-        blocks = np.minimum(blocks, self.block_table.shape[1] - 1)  # of a row at its limit
-        self.next_cell[rows] = self.block_table[rows, blocks] * size + offsets
+        self._aim(rows)
         self._layout = None  # its longest row has grown by more than one
 
     def _lay_out(self, slots: np.ndarray) -> Layout:
@@ -197,14 +229,14 @@ class InputBatch:
         where = slice(first, first + num) if dense else rows
         is_greedy = not self.temperature[where].any()
         ruled = self.has_rules[where].nonzero()[0]
+        guided = self.is_guided[where].nonzero()[0]
         wanted = self.num_logprobs[where]
         with_logprobs = (wanted >= 0).nonzero()[0]
-        limits = self.temperature[where], self.top_k[where], self.top_p[where]
         return Layout(
             slots, rows, where, order, rows * self.shape.max_model_len, self.request_ids[rows],
-            self.slot_of[rows], is_greedy, 0 if is_greedy else num_likeliest(*limits),
+            self.slot_of[rows], is_greedy,
             ruled if ruled.size else None, with_logprobs if with_logprobs.size else None,
-            max(0, int(wanted.max())),
+            max(0, int(wanted.max())), guided if guided.size else None,
         )  # fmt: skip
 
     def _prepare_decode(self, staging: Staging, layout: Layout) -> Launch:
@@ -227,7 +259,7 @@ class InputBatch:
             inputs.input_ids[:num] = self._flat_tokens[at]
             inputs.input_ids[num:] = 0
         ends = inputs.context_lens[:num]
-        return Launch(inputs, layout.request_ids, layout.slots, ends, None)
+        return Launch(inputs, layout.request_ids, layout.slots, ends, None, layout.guided)
 
     def _prepare_prefill(
         self, staging: Staging, layout: Layout, counts: np.ndarray, forks: tuple[Fork, ...]
@@ -244,78 +276,55 @@ class InputBatch:
             fit(num), fit(num_samples), self.shape.tokens.fit(total), width, is_decode=False
         )
         self._stage_layout(staging, inputs, layout, emits=emits)
+        self._pack(inputs, rows, counts)
+        inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
+        if (self.prompt_logprobs[rows] >= 0).any():
+            inputs.prompt_targets = prompt_targets(self, inputs, rows, counts)
+        inputs.logits_indices[num_samples:] = 0
+        if forks:
+            stage_forks(self, inputs, samples, rows, forks)
+        else:
+            inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
+        guided = layout.guided
+        if guided is not None:
+            guided = guided[emits[guided]]
+            guided = guided if guided.size else None
+        return Launch(inputs, layout.request_ids, layout.slots, ends, emits, guided)
+
+    def _prepare_verification(
+        self, staging: Staging, layout: Layout, plan: SchedulerOutput
+    ) -> Launch:
+        """Write each request's last token and its drafts; every one of them has a sample."""
+        assert plan.draft_ids is not None, "not a step that verifies"
+        store_drafts(self, plan.slots, plan.num_scheduled, plan.draft_ids)
+        rows, counts = layout.rows, plan.num_scheduled
+        if layout.order is not None:
+            counts = counts[layout.order]
+        most, padded = self.shape.num_draft_tokens + 1, self.shape.rows.fit(len(rows))
+        longest = int((self.num_computed[rows] + counts).max())
+        width = self.shape.blocks.fit(-(-longest // self.shape.block_size))
+        inputs = staging.views(padded, padded * most, padded * most, width, is_decode=False)
+        staging.layout = None
+        self._pack(inputs, rows, counts)
+        inputs.max_query_len = most
+        inputs.all_greedy = layout.all_greedy
+        slots = stage_verification(inputs, layout, counts, spare=self.shape.num_slots)
+        ends = inputs.positions[: inputs.num_tokens] + 1
+        guided = None if layout.guided is None else inputs.query_start[layout.guided]
+        return Launch(inputs, layout.request_ids, slots, ends, None, guided)
+
+    def _pack(self, inputs: ModelInput, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Write the next `counts` tokens of each row, one row after the other."""
+        num, total = len(rows), int(counts.sum())
         self._pad(inputs, num, total)
         inputs.input_ids[total:] = 0
-        inputs.block_table[:num] = self.block_table[rows, :width]
-        inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
+        inputs.block_table[:num] = self.block_table[rows, : inputs.block_table.shape[1]]
         inputs.query_start[0] = 0
         np.cumsum(counts, out=inputs.query_start[1 : num + 1])
         inputs.query_start[num + 1 :] = total
         start = self.num_computed[rows]
-        self._stage_prompts(inputs, rows, start, counts)
-        if (self.prompt_logprobs[rows] >= 0).any():
-            inputs.prompt_targets = self._prompt_targets(inputs, rows, counts)
+        stage_tokens(self, inputs, rows, start, counts)
         inputs.context_lens[:num] = start + counts
-        inputs.logits_indices[num_samples:] = 0
-        if forks:
-            self._stage_forks(inputs, samples, rows, forks)
-        else:
-            inputs.logits_indices[:num] = inputs.query_start[1 : num + 1] - 1
-        return Launch(inputs, layout.request_ids, layout.slots, ends, emits)
-
-    def _prompt_targets(
-        self, inputs: ModelInput, rows: np.ndarray, counts: np.ndarray
-    ) -> PromptTargets | None:
-        """Return which tokens of prompts are wanted, of the rows that want some."""
-        indices: list[np.ndarray] = []
-        targets: list[np.ndarray] = []
-        parts: list[tuple[int, int, int]] = []
-        wanted = self.prompt_logprobs[rows]
-        for position in (wanted >= 0).nonzero()[0].tolist():
-            row, start = rows[position], int(self.num_computed[rows[position]])
-            # Each token tells of the next one; the last one of the prompt, of the answer.
-            end = min(start + int(counts[position]), int(self.prompt_lens[row]) - 1)
-            if end > start:
-                first = int(inputs.query_start[position])
-                indices.append(np.arange(first, first + end - start))
-                targets.append(self.token_ids[row, start + 1 : end + 1].copy())
-                parts.append((int(self.slot_of[row]), start + 1, end - start))
-        if not parts:
-            return None
-        most = int(wanted.max())
-        return PromptTargets(np.concatenate(indices), np.concatenate(targets), most, tuple(parts))
-
-    def _stage_forks(
-        self, inputs: ModelInput, samples: np.ndarray, rows: np.ndarray, forks: tuple[Fork, ...]
-    ) -> None:
-        """Let choices sample from the row that computes their prompt, and copy its last block."""
-        computed_by = samples.copy()
-        sources: list[int] = []
-        for fork in forks:
-            row = self.row_of[fork.slot]
-            computed_by[np.isin(samples, self.row_of[fork.slots])] = row
-            block = self.block_table[row, (self.prefill_end[row] - 1) // self.shape.block_size]
-            sources += [int(block)] * len(fork.copied_blocks)
-        ends = inputs.query_start[1 : len(rows) + 1] - 1
-        inputs.logits_indices[: len(samples)] = ends[np.searchsorted(rows, computed_by)]
-        # One token a row is what decodes look like, and those have a sample for each row.
-        inputs.max_query_len = max(2, inputs.max_query_len)
-        if sources:
-            targets = np.concatenate([fork.copied_blocks for fork in forks])
-            inputs.copies = BlockCopies(np.array(sources, np.int64), targets.astype(np.int64))
-
-    def _stage_prompts(
-        self, inputs: ModelInput, rows: np.ndarray, start: np.ndarray, counts: np.ndarray
-    ) -> None:
-        """Write ids, positions and cells of the tokens start..start+counts of each row."""
-        num, total = len(rows), inputs.num_tokens
-        row_of_token = np.repeat(rows, counts)
-        positions = np.arange(total) + np.repeat(start - inputs.query_start[:num], counts)
-        blocks, offsets = np.divmod(positions, self.shape.block_size)
-        cells = self.block_table[row_of_token, blocks] * self.shape.block_size + offsets
-        inputs.input_ids[:total] = self.token_ids[row_of_token, positions]
-        inputs.positions[:total] = positions
-        inputs.slot_mapping[:total] = cells
 
     @staticmethod
     def _pad(inputs: ModelInput, num_reqs: int, num_tokens: int) -> None:
@@ -337,7 +346,7 @@ class InputBatch:
         staging.layout = layout if emits is None else None
         staging.table_version = -1  # the rows may be others
         num = inputs.num_samples = len(layout.rows)
-        inputs.all_greedy, inputs.num_likeliest = layout.all_greedy, layout.num_likeliest
+        inputs.all_greedy = layout.all_greedy
         inputs.rule_samples = layout.rule_samples
         inputs.logprob_samples = layout.logprob_samples
         inputs.num_logprobs = layout.num_logprobs
@@ -357,15 +366,8 @@ class InputBatch:
     def _writes(self, plan: SchedulerOutput) -> SlotWrites:
         slots = np.array([new.slot for new in plan.new_requests], np.int64)
         rows = self.row_of[slots]
-        rules = tuple(
-            RuleWrite(
-                new.slot, new.params, new.token_ids, new.prompt_len, new.end_ids, new.bad_word_ids
-            )
-            for new in plan.new_requests
-            if new.params.has_rules
-        )
         columns = {name: getattr(self, name)[rows] for name in STATE_COLUMNS}
-        return SlotWrites(slots, **columns, rules=rules)
+        return SlotWrites(slots, **columns, rules=rule_writes(plan.new_requests))
 
     def forget_inputs(self) -> None:
         """Let go of device values that launches were fed with; nothing is in flight."""

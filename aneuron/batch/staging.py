@@ -31,10 +31,10 @@ class Layout:
     request_ids: np.ndarray
     slots: np.ndarray
     all_greedy: bool
-    num_likeliest: int | None
     rule_samples: np.ndarray | None  # int64
     logprob_samples: np.ndarray | None  # int64
     num_logprobs: int
+    guided: np.ndarray | None  # int64, rows that have a grammar or hooks
 
 
 class Staging:
@@ -43,7 +43,8 @@ class Staging:
     def __init__(self, shape: BatchShape, max_blocks: int) -> None:
         """Make the buffers for launches of this shape; `max_blocks` is the widest table."""
         rows = max(shape.max_num_seqs, shape.rows.largest)
-        tokens = max(shape.max_num_batched_tokens, shape.tokens.largest, rows)
+        samples = rows * (shape.num_draft_tokens + 1)
+        tokens = max(shape.max_num_batched_tokens, shape.tokens.largest, samples)
         width = max(max_blocks, shape.blocks.largest)
         self.layout: Layout | None = None  # of the decode whose columns the buffers hold
         self.table_version = -1  # of the tables that they hold
@@ -56,7 +57,7 @@ class Staging:
         }
         self._context_lens = np.zeros(rows, np.int32)
         self._sample_columns = {
-            name: np.zeros(rows, dtype)
+            name: np.zeros(samples, dtype)
             for name, dtype in (
                 ("logits_indices", "int32"), ("slots", "int32"), *STATE_COLUMNS.items(),
             )
@@ -80,6 +81,7 @@ class Staging:
             inputs = self.inputs = self._make_views(*size)
         inputs.input_ids = self._token_columns["input_ids"][:tokens]
         inputs.writes = inputs.copies = inputs.prompt_targets = None
+        inputs.spec_decode_metadata = None
         return inputs
 
     def _make_views(
@@ -97,11 +99,12 @@ class Staging:
             num_tokens=0,
             max_query_len=0,
             all_greedy=False,
-            num_likeliest=None,
             writes=None,
             copies=None,
             num_logprobs=0,
             prompt_targets=None,
+            edits=None,
+            spec_decode_metadata=None,
             query_start=self._query_start[: rows + 1],
             block_table=self._block_table[: rows * width].reshape(rows, width),
             context_lens=self._context_lens[:rows],

@@ -7,7 +7,7 @@ One file per kind: `sim`, `cpu`; `profiles` says how long real devices take.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from aneuron.errors import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aneuron.futures import DeviceFuture
     from aneuron.plans import ModelInput, ModelSpec
 
-__all__ = ["Device", "Executable", "Model", "open_device"]
+__all__ = ["Device", "Executable", "Model", "SplitExecutable", "SplitModel", "open_device"]
 
 DEVICE_NAMES = ("cpu", "sim", "sim:PROFILE")
 
@@ -30,17 +30,26 @@ class Executable(Protocol):
     name: str  # for people: "decode[r8,b16]"
     sampled_dtype: str
 
-    def __call__(self, inputs: ModelInput, input_ids: Any) -> Any:
+    def __call__(self, inputs: ModelInput, fed: Any, /) -> Any:
         """Run; runs on the device's thread.
 
         Args:
             inputs: the columns of the launch; to be read now, not kept.
-            input_ids: the device value fed, or None for `inputs.input_ids`.
+            fed: the device value fed: ids, or None for `inputs.input_ids`; to a part that
+                samples, the `Logits` of the part before.
 
         Returns:
             The sampled ids, a device value [inputs.num_sampled]; or, from a model that
             cannot sample on the device, logits float32 [inputs.num_sampled, vocab].
         """
+
+
+class SplitExecutable(NamedTuple):
+    """The same program in parts, so that the host may have a say before a token is drawn."""
+
+    forward: Executable  # gives `Logits`
+    sampling: Executable  # fed with them; gives what the whole program gives
+    hooked: Executable  # fed with them; gives those of `inputs.edits.hooked`, float32 [H, V]
 
 
 class Model(Protocol):
@@ -61,6 +70,13 @@ class Model(Protocol):
         """Return the executable for the bucket of these inputs."""
 
 
+class SplitModel(Model, Protocol):
+    """A model with `spec.is_split`."""
+
+    def split(self, inputs: ModelInput) -> SplitExecutable:
+        """Return the parts of the executable for the bucket of these inputs."""
+
+
 class Device(Protocol):
     """Runs executables first in, first out; never blocks the loop."""
 
@@ -74,7 +90,12 @@ class Device(Protocol):
         """
 
     def launch(
-        self, executable: Executable, inputs: ModelInput, *, read: bool = True
+        self,
+        executable: Executable,
+        inputs: ModelInput,
+        *,
+        read: bool = True,
+        feed: DeviceFuture | None = None,
     ) -> DeviceFuture:
         """Queue a program and return the future of its sampled ids at once.
 
@@ -87,6 +108,7 @@ class Device(Protocol):
             read: whether the ids are copied to the host as soon as the program has ended.
                 False: only if somebody awaits the future, behind what is queued by then;
                 `DeviceFuture.discard` waits for the end of the program alone.
+            feed: the unread future of the part before, to a part of a split executable.
         """
 
     def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:

@@ -66,9 +66,9 @@ class Profile:
     skew: Figure
 
     def __call__(self, inputs: ModelInput) -> float:
-        """Return the latency of one program in seconds."""
-        if inputs.is_decode:
-            return self.decode_s(inputs.num_rows)
+        """Return the latency of one program in seconds; a draft verified is like a row more."""
+        if inputs.is_decode or inputs.spec_decode_metadata is not None:
+            return self.decode_s(len(inputs.positions))
         return self.prefill_s(len(inputs.positions))
 
     def decode_s(self, num_rows: int) -> float:

@@ -47,6 +47,9 @@ _WRITTEN = 1002  # bad input: somebody wrote it while the program ran
 # No published figure tells the enqueue cost; the small-graph call that one third party
 # measured (94 us) is close to it.
 _ENQUEUE_S = 100e-6
+# Of a step in two parts, what the second one adds: a small graph's call, and 0.24 ms that the
+# vLLM Neuron plugin's notes on structured output give for moving and unpacking the masks.
+_SAMPLING_S = 94e-6 + 240e-6
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
@@ -60,9 +63,9 @@ class Latency:
     prefill_token_s: float = 0.0
 
     def __call__(self, inputs: ModelInput) -> float:
-        """Return the latency of one program."""
-        if inputs.is_decode:
-            return self.decode_s + self.decode_row_s * inputs.num_rows
+        """Return the latency of one program; a draft verified is like a row more."""
+        if inputs.is_decode or inputs.spec_decode_metadata is not None:
+            return self.decode_s + self.decode_row_s * len(inputs.positions)
         base = self.decode_s if self.prefill_s is None else self.prefill_s
         return base + self.prefill_token_s * len(inputs.positions)
 
@@ -78,6 +81,7 @@ class Fault:
     step: int
     status: int | str
     rank: int = 0
+    in_sampling: bool = False  # of a step that is split: its sampling part
 
 
 class _StatusError(RuntimeError):
@@ -120,6 +124,8 @@ class SimDevice(ModelledDevice):
             (0.1 ms, at most the gap; inferred, there is no published figure) and
             read-back (the rest).
         faults: what goes wrong, by step and rank.
+        sampling_s: seconds of a program that samples apart from the forward pass, on top of
+            what `latency` says of the whole.
         skew_s: how much later than the first rank's the last rank's programs end, those of
             the ranks between in proportion; or a function of the rank, called at each
             program on the thread of its device.
@@ -145,6 +151,7 @@ class SimDevice(ModelledDevice):
         latency: float | Callable[[ModelInput], float] = 0.0,
         gap_s: float = 0.0,
         faults: Sequence[Fault] = (),
+        sampling_s: float = 0.0,
         skew_s: float | Callable[[int], float] = 0.0,
         checks_inputs: bool = True,
         rank: int = 0,
@@ -157,7 +164,10 @@ class SimDevice(ModelledDevice):
         self.profile = latency if isinstance(latency, Profile) else None
         self._latency = latency if callable(latency) else lambda _: latency
         self._all_faults = faults
-        self._faults = {fault.step: fault.status for fault in faults if fault.rank == rank}
+        self._faults = {
+            (fault.step, fault.in_sampling): fault.status for fault in faults if fault.rank == rank
+        }
+        self.sampling_s = sampling_s
         self._checks_inputs = checks_inputs
         self._skew_s = skew_s
         self._skew = skew_s if callable(skew_s) else None  # the first rank has none
@@ -175,6 +185,7 @@ class SimDevice(ModelledDevice):
         return cls(
             latency=profile,
             gap_s=profile.gap_s,
+            sampling_s=_SAMPLING_S,
             skew_s=profile.skew_s,
             checks_inputs=checks_inputs,
         )
@@ -203,6 +214,7 @@ class SimDevice(ModelledDevice):
             latency=self._latency,
             gap_s=self.gap_s,
             faults=self._all_faults,
+            sampling_s=self.sampling_s,
             skew_s=skew_s,
             checks_inputs=self._checks_inputs,
             rank=rank,
@@ -231,7 +243,8 @@ class SimDevice(ModelledDevice):
         if inputs is None:
             self._gather(job)
             return
-        status = self._faults.pop(self.num_steps + 1, None) if self._faults else None
+        is_step = not job.goes_on
+        status = self._take_fault(is_step=is_step) if self._faults else None
         if status == 7:
             self.num_queue_full += 1
             raise QueueFull
@@ -239,9 +252,11 @@ class SimDevice(ModelledDevice):
         start_s = max(arrival_s, self.end_s)
         if start_s > job.arrival_s:
             yield start_s
-        self._count(inputs)
+        if is_step:
+            self._count(inputs)
         # The timeline moves on also when the program fails or its input was poisoned.
-        end_s = self._end_time(inputs, start_s, arrival_s)
+        latency_s = self._latency(inputs) if is_step else self.sampling_s
+        end_s = self._end_time(latency_s, start_s, arrival_s)
         self._put_on_timeline(job, start_s, end_s)
         if status == "hang":
             yield inf
@@ -254,8 +269,11 @@ class SimDevice(ModelledDevice):
         if before is not None and _snapshot(inputs) != before:
             raise _StatusError(_WRITTEN)
 
-    def _end_time(self, inputs: ModelInput, start_s: float, arrival_s: float) -> float:
-        latency_s = self._latency(inputs)
+    def _take_fault(self, *, is_step: bool) -> int | str | None:
+        number = self.num_steps + is_step  # of the step that begins, or has begun
+        return self._faults.pop((number, not is_step), None)
+
+    def _end_time(self, latency_s: float, start_s: float, arrival_s: float) -> float:
         if self._skew is None:
             return start_s + latency_s
         return self._skewed_end(start_s, arrival_s, latency_s, self._skew)
@@ -282,8 +300,8 @@ class SimDevice(ModelledDevice):
 
     def _compute(self, job: Job, inputs: ModelInput) -> None:
         assert job.executable is not None
-        ids = None if job.feed is None else job.fed_value().read()
-        array = self._keep(job.future, job.executable(inputs, ids))
+        fed = None if job.feed is None else job.fed_value().read()
+        array = self._keep(job.future, job.executable(inputs, fed))
         job.future.device_value = SimValue(array, self._loop_thread)
 
     def _gather(self, job: Job) -> None:

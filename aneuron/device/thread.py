@@ -50,6 +50,7 @@ class Job:
     order: np.ndarray | None
     arrival_s: float  # when the loop put it on the queue
     read: bool  # whether its value goes to the host, or only word that it has ended
+    goes_on: bool = False  # a later part of a split executable: no step of its own
 
     @property
     def is_program(self) -> bool:
@@ -130,11 +131,17 @@ class ThreadDevice:
         self._loop = loop
 
     def launch(
-        self, executable: Executable, inputs: ModelInput, *, read: bool = True
+        self,
+        executable: Executable,
+        inputs: ModelInput,
+        *,
+        read: bool = True,
+        feed: DeviceFuture | None = None,
     ) -> DeviceFuture:
         """Queue a program; see `Device.launch`."""
-        fed = inputs.input_ids
-        feed = fed if isinstance(fed, DeviceFuture) else None
+        goes_on = feed is not None
+        if not goes_on and isinstance(inputs.input_ids, DeviceFuture):
+            feed = inputs.input_ids
         future = DeviceFuture(
             self._loop or asyncio.get_running_loop(),
             shape=(inputs.num_sampled,),
@@ -142,7 +149,8 @@ class ThreadDevice:
             reader=None if read else self._read_later,
             clock=self._clock,
         )
-        self._jobs.put(Job(future, executable, inputs, feed, None, self._clock(), read))
+        now_s = self._clock()
+        self._jobs.put(Job(future, executable, inputs, feed, None, now_s, read, goes_on))
         return future
 
     def gather(self, tokens: DeviceFuture, order: np.ndarray) -> DeviceFuture:

@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from aneuron.device import SplitExecutable
 from aneuron.errors import ConfigError, OutOfMemory
 from aneuron.models.architecture import ModelConfig
+from aneuron.models.sampling.edits import edit_logits
+from aneuron.models.sampling.host import check_finite, sample_on_host
 from aneuron.models.sampling.logprobs import prompt_logprobs, raw_logprobs, sampled_logprobs
-from aneuron.models.sampling.sampler import greedy, sample
 from aneuron.models.sampling.slots import SlotState
 from aneuron.models.weights import kv_bytes_per_token, load_decoder
-from aneuron.plans import BlockCopies, ModelInput, ModelSpec, PromptLogprobs, Sampled
+from aneuron.plans import BlockCopies, Logits, ModelInput, ModelSpec, Sampled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aneuron.models.decoder import Decoder
 
 __all__ = ["TorchExecutable", "TorchModel"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Likeliest tokens that a launch's top-k and top-p look at; beyond, the whole vocabulary.
-_SAMPLE_WINDOWS = (0, 64, 1024)
 
 
 class TorchModel:
@@ -83,6 +85,9 @@ class TorchModel:
             dtype=str(torch_dtype).removeprefix("torch."),
             has_slots=True,
             has_logits=True,
+            has_masks=True,
+            verifies_drafts=True,
+            is_split=True,
         )
         return cls(spec, load_decoder(path, config, torch_dtype))
 
@@ -120,14 +125,17 @@ class TorchModel:
     def executable(self, inputs: ModelInput) -> TorchExecutable:
         """Return the executable for the bucket of `inputs`, the same one each time."""
         num_rows, num_blocks = inputs.block_table.shape
-        window = _sample_window(inputs)
         sizes = len(inputs.positions), inputs.max_query_len, len(inputs.logits_indices)
-        bucket = (inputs.is_decode, *sizes, num_rows, num_blocks, window)
+        bucket = (inputs.is_decode, *sizes, num_rows, num_blocks)
         found = self._executables.get(bucket)
         if found is None:
-            found = TorchExecutable(self, _name(inputs, window), window)
+            found = TorchExecutable(self, _name(inputs))
             self._executables[bucket] = found
         return found
+
+    def split(self, inputs: ModelInput) -> SplitExecutable:
+        """Return the parts of that executable."""
+        return self.executable(inputs).parts
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copy blocks of the cache, in all layers."""
@@ -153,20 +161,39 @@ class TorchModel:
             raise OutOfMemory(message, device=str(weight.device)) from error
 
 
+class _Part:
+    """One part of a split executable."""
+
+    sampled_dtype = "int32"
+
+    def __init__(self, name: str, run: Callable[[ModelInput, Any], Any]) -> None:
+        self.name = name
+        self._run = run
+
+    def __call__(self, inputs: ModelInput, fed: Any = None) -> Any:
+        with torch.inference_mode():
+            return self._run(inputs, fed)
+
+
 class TorchExecutable:
-    """One bucket's program: decoder and sampling, eagerly.
+    """One bucket's program: decoder and sampling, eagerly; and its parts.
 
     Attributes:
-        name: kind and sizes, such as `decode[r8,b16]`; with `,sample` if rows may sample.
+        name: kind and sizes, such as `decode[r8,b16]`.
         sampled_dtype: of the result.
+        parts: the same in parts.
     """
 
     sampled_dtype = "int32"
 
-    def __init__(self, model: TorchModel, name: str, window: int | None) -> None:
+    def __init__(self, model: TorchModel, name: str) -> None:
         self.name = name
         self._model = model
-        self._window = window
+        self.parts = SplitExecutable(
+            _Part(f"{name}.forward", self._forward),
+            _Part(f"{name}.sampling", self._sampling),
+            _Part(f"{name}.hooked", self._hooked),
+        )
 
     def __call__(
         self, inputs: ModelInput, input_ids: torch.Tensor | None = None
@@ -185,27 +212,37 @@ class TorchExecutable:
         Raises:
             FloatingPointError: a row's logits hold NaN.
         """
-        slots = self._model.slots
-        if inputs.writes is not None:
-            slots.write(inputs.writes)
         with torch.inference_mode():
-            logits, prompt = self._forward(inputs, input_ids)
-            if inputs.copies is not None:
-                self._model.copy_blocks(inputs.copies)
-            # One pass over logits that sampling reads anyway; amax carries a NaN on.
-            if logits[: inputs.num_samples].amax().isnan():
-                raise FloatingPointError(f"NaN in the logits of {self.name}")
-            raw = raw_logprobs(logits, inputs)
-            if inputs.rule_samples is not None:
-                slots.apply_rules(logits.numpy(), inputs)
-            sampled = greedy(logits) if inputs.all_greedy else self._sample(inputs, logits)
-            sampled = sampled[: inputs.num_sampled]
-            told = None if raw is None else sampled_logprobs(raw, sampled, inputs)
-        if inputs.slots is not None:
-            slots.last_tokens[inputs.slots[: len(sampled)]] = sampled.numpy()
-        if inputs.rule_samples is not None:
-            slots.note_tokens(sampled.numpy(), inputs)
+            return self._sampling(inputs, self._forward(inputs, input_ids))
+
+    def _forward(self, inputs: ModelInput, fed: torch.Tensor | None) -> Logits:
+        """Run the decoder; all that must be right before the next forward pass is, but tokens."""
+        if inputs.writes is not None:
+            self._model.slots.write(inputs.writes)
+        logits = self._decode(inputs, fed)
+        if inputs.copies is not None:
+            self._model.copy_blocks(inputs.copies)
+        return logits
+
+    def _sampling(self, inputs: ModelInput, given: Logits) -> torch.Tensor | Sampled:
+        slots, (logits, prompt) = self._model.slots, given
+        raw, values = raw_logprobs(logits, inputs), logits.numpy()
+        if inputs.rule_samples is not None or inputs.edits is not None:
+            check_finite(values[: inputs.num_samples].max(axis=1))  # bans would hide it
+            edit_logits(values, inputs, slots)
+        if inputs.slots is not None and not inputs.all_greedy:
+            inputs = slots.filled(inputs)
+        sampled = _tensor(sample_on_host(values[: inputs.num_sampled], inputs))
+        told = None if raw is None else sampled_logprobs(raw, sampled, inputs)
+        slots.take(sampled.numpy(), inputs)
         return sampled if told is None and prompt is None else Sampled(sampled, told, prompt)
+
+    def _hooked(self, inputs: ModelInput, given: Logits) -> torch.Tensor:
+        """Return a copy of the logits that hooks want to see."""
+        assert inputs.edits is not None
+        wanted: torch.Tensor = given.values[_tensor(inputs.edits.hooked)]
+        check_finite(wanted.numpy().max(axis=1))
+        return wanted
 
     def _input_ids(self, inputs: ModelInput, fed: torch.Tensor | None) -> torch.Tensor:
         if fed is not None:
@@ -214,9 +251,7 @@ class TorchExecutable:
             return _tensor(self._model.slots.last_tokens[inputs.slots])
         return _tensor(inputs.input_ids)
 
-    def _forward(
-        self, inputs: ModelInput, fed: torch.Tensor | None
-    ) -> tuple[torch.Tensor, PromptLogprobs | None]:
+    def _decode(self, inputs: ModelInput, fed: torch.Tensor | None) -> Logits:
         """Return the logits of the samples, and what is wanted of prompts."""
         model = self._model
         before = (
@@ -230,7 +265,7 @@ class TorchExecutable:
         caches, longest = (model.k_caches, model.v_caches), inputs.max_query_len
         indices = _tensor(inputs.logits_indices)
         if inputs.prompt_targets is None:
-            return model.decoder(*before, indices, *caches, max_query_len=longest), None
+            return Logits(model.decoder(*before, indices, *caches, max_query_len=longest), None)
         decoder = model.decoder
         hidden = decoder.hidden(*before, *caches, max_query_len=longest)
 
@@ -238,22 +273,7 @@ class TorchExecutable:
             return decoder.logits(hidden.index_select(0, _tensor(tokens)))
 
         logits = decoder.logits(hidden.index_select(0, indices))
-        return logits, prompt_logprobs(logits_of, inputs)
-
-    def _sample(self, inputs: ModelInput, logits: torch.Tensor) -> torch.Tensor:
-        if inputs.slots is not None:
-            inputs = self._model.slots.filled(inputs)
-        return sample(
-            logits,
-            _tensor(inputs.temperature),
-            _tensor(inputs.top_k),
-            _tensor(inputs.top_p),
-            _tensor(inputs.min_p),
-            _tensor(inputs.seed),
-            # The last token's position: the same however its prompt was cut or resumed.
-            _tensor(inputs.positions[inputs.logits_indices]),
-            window=self._window,
-        )
+        return Logits(logits, prompt_logprobs(logits_of, inputs))
 
     def __repr__(self) -> str:
         return f"<TorchExecutable {self.name}>"
@@ -263,29 +283,14 @@ def _tensor(column: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(column)
 
 
-def _name(inputs: ModelInput, window: int | None) -> str:
+def _name(inputs: ModelInput) -> str:
     num_rows, num_blocks = inputs.block_table.shape
     sizes, num_samples = f"r{num_rows},b{num_blocks}", len(inputs.logits_indices)
     if num_samples != num_rows:
         sizes += f",n{num_samples}"
     if not inputs.is_decode:
         sizes = f"t{len(inputs.positions)},s{inputs.max_query_len},{sizes}"
-    if not inputs.all_greedy:
-        sizes += ",sample" if window == 0 else f",sample{window or ''}+"
     return f"{'decode' if inputs.is_decode else 'prefill'}[{sizes}]"
-
-
-def _sample_window(inputs: ModelInput) -> int | None:
-    """Return the bucket of how many of the likeliest tokens top-k and top-p look at.
-
-    Chosen on the host; it costs or saves time and changes no row's result. None is the
-    whole vocabulary, -1 a launch without sampling.
-    """
-    if inputs.all_greedy:
-        return -1
-    if inputs.num_likeliest is None:
-        return None
-    return next((size for size in _SAMPLE_WINDOWS if size >= inputs.num_likeliest), None)
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:

@@ -7,7 +7,7 @@ an opened device. Blocking (files, weights): the engine calls it in a worker thr
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from aneuron.config import MOST_CELLS
@@ -61,8 +61,11 @@ def load(
         else:
             model, path = _load_torch(model, config, revision, progress)
     _check_sampling(model, opened, config)
+    _check_speculative(model, config)
     if tokenizer is None:
         tokenizer = ByteTokenizer() if path is None else HFTokenizer.load(path)
+        if isinstance(tokenizer, HFTokenizer):  # the model's own
+            model = _with_end_ids(model, tokenizer.eos_token_ids)
     limit = _length_limit(model, config)
     num_blocks = _pool_size(model, opened, config, limit)
     num_ranks = config.num_ranks
@@ -74,6 +77,14 @@ def load(
         num_blocks,
         limit,
     )
+
+
+def _with_end_ids(model: Model, end_ids: tuple[int, ...]) -> Model:
+    """Return the model with the tokenizer's end ids beside those of its own files."""
+    known = dict.fromkeys((*model.spec.eos_token_ids, *end_ids))
+    ends = tuple(one for one in known if one < model.spec.vocab_size)
+    model.spec = replace(model.spec, eos_token_ids=ends)
+    return model
 
 
 def _check_sampling(model: Model, device: Device, config: EngineConfig) -> None:
@@ -88,6 +99,14 @@ def _check_sampling(model: Model, device: Device, config: EngineConfig) -> None:
             f"{model.spec.name} on {device.name} does not sample on the device, which async "
             "scheduling needs: pass async_scheduling=False",
             param="async_scheduling",
+        )
+
+
+def _check_speculative(model: Model, config: EngineConfig) -> None:
+    if config.speculative is not None and not model.spec.verifies_drafts:
+        raise ConfigError(
+            f"{model.spec.name}'s executables do not verify drafts, which speculative needs",
+            param="speculative",
         )
 
 

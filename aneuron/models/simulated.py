@@ -8,13 +8,17 @@ wherever a model name goes; `aneuron.testing` re-exports them for users' own sui
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aneuron.device import SplitExecutable
 from aneuron.errors import ConfigError
+from aneuron.models.sampling.edits import edit_logits
+from aneuron.models.sampling.host import sample_on_host
 from aneuron.models.sampling.slots import SlotState
-from aneuron.plans import ModelSpec, Sampled
+from aneuron.plans import Logits, ModelSpec, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,8 +42,8 @@ class _Executable:
         self.sampled_dtype = dtype
         self._run = run
 
-    def __call__(self, inputs: ModelInput, input_ids: Any) -> Any:
-        return self._run(inputs, input_ids)
+    def __call__(self, inputs: ModelInput, fed: Any) -> Any:
+        return self._run(inputs, fed)
 
 
 class SimModel:
@@ -76,6 +80,7 @@ class SimModel:
             sampled_dtype=sampled_dtype if on_device_sampling else "float32",
             on_device_sampling=on_device_sampling,
             has_slots=on_device_sampling and sampled_dtype == "int32",
+            verifies_drafts=on_device_sampling and sampled_dtype == "int32",
             has_logits=self.has_logits and on_device_sampling and sampled_dtype == "int32",
         )
         self._kv = np.zeros(0, np.int32)
@@ -112,6 +117,18 @@ class SimModel:
         raise NotImplementedError
 
     def _run(self, inputs: ModelInput, input_ids: Any) -> Any:
+        ids = self._take_in(inputs, input_ids)
+        inputs = self._filled(inputs)
+        # A prefill's output has one entry per request and no padding.
+        chosen = self.next_ids(ids, inputs)[: inputs.num_sampled]
+        if self.spec.on_device_sampling:
+            return self._give_out(chosen, inputs)
+        logits = np.zeros((len(chosen), self.spec.vocab_size), np.float32)
+        logits[np.arange(len(chosen)), chosen] = 1.0
+        return logits
+
+    def _take_in(self, inputs: ModelInput, input_ids: Any) -> np.ndarray:
+        """Make the launch's writes and put its ids into the cache; return them, int32 [T]."""
         ids = inputs.input_ids if input_ids is None else input_ids
         if inputs.writes is not None:
             self._slots.write(inputs.writes)
@@ -122,19 +139,16 @@ class SimModel:
         if inputs.copies is not None:
             cells = self._kv.reshape(-1, self._block_size)
             cells[inputs.copies.targets] = cells[inputs.copies.sources]
-        if inputs.slots is not None:
-            inputs = self._slots.filled(inputs)
-        # A prefill's output has one entry per request and no padding.
-        chosen = self.next_ids(ids, inputs)[: inputs.num_sampled]
-        if self.spec.on_device_sampling:
-            ids_out: np.ndarray = chosen.astype(self.spec.sampled_dtype)
-            if inputs.slots is not None:
-                self._slots.last_tokens[inputs.slots[: len(ids_out)]] = ids_out
-                self._slots.note_tokens(ids_out, inputs)
-            return ids_out
-        logits = np.zeros((len(chosen), self.spec.vocab_size), np.float32)
-        logits[np.arange(len(chosen)), chosen] = 1.0
-        return logits
+        return np.asarray(ids)
+
+    def _filled(self, inputs: ModelInput) -> ModelInput:
+        return inputs if inputs.slots is None else self._slots.filled(inputs)
+
+    def _give_out(self, chosen: np.ndarray, inputs: ModelInput) -> np.ndarray:
+        """Return the ids of the samples, which slots and rules have taken note of."""
+        ids: np.ndarray = chosen.astype(self.spec.sampled_dtype)
+        self._slots.take(ids, inputs)
+        return ids
 
     def _context(self, inputs: ModelInput) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's ids read through its row's table, and which of them count."""
@@ -142,7 +156,7 @@ class SimModel:
         table = inputs.block_table[rows]
         cells = table[:, :, None] * size + np.arange(size, dtype=np.int32)
         cells = cells.reshape(len(table), -1)
-        counts = np.arange(cells.shape[1]) < inputs.context_lens[rows, None]
+        counts = np.arange(cells.shape[1]) <= inputs.positions[inputs.logits_indices, None]
         return self._kv[cells], counts
 
 
@@ -174,7 +188,32 @@ class LogitsModel(SimModel):
     """Base of those that have logits, which rules change and ids are sampled from."""
 
     has_logits = True
-    _raw: np.ndarray | None = None  # logits of the step that runs, before rules
+
+    def __init__(self, *, has_masks: bool = True, is_split: bool = True, **options: Any) -> None:
+        """Describe the model."""
+        super().__init__(**options)
+        can = self.spec.has_logits
+        self.spec = replace(self.spec, has_masks=can and has_masks, is_split=can and is_split)
+        self._splits: dict[tuple[bool, int], SplitExecutable] = {}
+
+    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
+        """Return it over its own cache of ids; see `SimModel.with_kv`."""
+        model = super().with_kv(num_blocks, block_size, num_slots)
+        model._splits = {}  # noqa: SLF001  its own copy
+        return model
+
+    def split(self, inputs: ModelInput) -> SplitExecutable:
+        """Return the parts of this bucket's executable, the same ones each time."""
+        bucket = inputs.is_decode, inputs.num_rows
+        found = self._splits.get(bucket)
+        if found is None:
+            name, dtype = self.executable(inputs).name, self.spec.sampled_dtype
+            found = self._splits[bucket] = SplitExecutable(
+                _Executable(f"{name}.forward", self._forward, "float32"),
+                _Executable(f"{name}.sampling", self._sampling, dtype),
+                _Executable(f"{name}.hooked", self._hooked, "float32"),
+            )
+        return found
 
     def logits(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return the logits of each sample, a new float32 [samples, vocabulary].
@@ -186,40 +225,48 @@ class LogitsModel(SimModel):
         raise NotImplementedError
 
     def _run(self, inputs: ModelInput, input_ids: Any) -> Any:
-        tokens = super()._run(inputs, input_ids)
-        if inputs.logprob_samples is None and inputs.prompt_targets is None:
-            return tokens
-        return self._with_logprobs(tokens, inputs)
+        logits = self._forward(inputs, input_ids)
+        if not self.spec.on_device_sampling:
+            return logits.values[: inputs.num_sampled]
+        return self._sampling(inputs, logits)
 
-    def _with_logprobs(self, tokens: np.ndarray, inputs: ModelInput) -> Sampled:
+    def _forward(self, inputs: ModelInput, input_ids: Any) -> Logits:
+        ids = self._take_in(inputs, input_ids)
+        inputs = self._filled(inputs)
+        told = None
+        if inputs.prompt_targets is not None:
+            from torch import from_numpy  # only where needed
+
+            from aneuron.models.sampling.logprobs import prompt_logprobs
+
+            def logits_of(indices: np.ndarray) -> Any:
+                return from_numpy(self.logits(ids, replace(inputs, logits_indices=indices)))
+
+            told = prompt_logprobs(logits_of, inputs)
+        return Logits(self.logits(ids, inputs), told)
+
+    def _sampling(self, inputs: ModelInput, given: Logits) -> Any:
+        inputs, logits = self._filled(inputs), given.values
+        raw = None if inputs.logprob_samples is None else logits.copy()
+        edit_logits(logits, inputs, self._slots)
+        ids = self._give_out(sample_on_host(logits, inputs)[: inputs.num_sampled], inputs)
+        if raw is None and given.prompt_logprobs is None:
+            return ids
         from torch import from_numpy  # only where needed
 
-        from aneuron.models.sampling import logprobs
-
-        def logits_of(indices: np.ndarray) -> Any:
-            part = copy(inputs)
-            part.logits_indices = indices
-            return from_numpy(self.logits(inputs.input_ids, part))
+        from aneuron.models.sampling.logprobs import raw_logprobs, sampled_logprobs
 
         told = None
-        if self._raw is not None:
-            raw = logprobs.raw_logprobs(from_numpy(self._raw), inputs)
-            assert raw is not None
-            told = logprobs.sampled_logprobs(raw, from_numpy(tokens), inputs)
-            self._raw = None
-        return Sampled(tokens, told, logprobs.prompt_logprobs(logits_of, inputs))
+        if raw is not None and (rows := raw_logprobs(from_numpy(raw), inputs)) is not None:
+            told = sampled_logprobs(rows, from_numpy(ids), inputs)
+        return Sampled(ids, told, given.prompt_logprobs)
 
-    def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
-        """Return the argmax, or a sample for rows with a temperature."""
-        logits = self.logits(ids, inputs)
-        self._raw = logits.copy() if inputs.logprob_samples is not None else None
-        self._slots.apply_rules(logits, inputs)
-        if inputs.all_greedy:
-            best: np.ndarray = logits.argmax(axis=1)
-            return best
-        from aneuron.models.sampling.sampler import sample_on_host  # torch, only where needed
-
-        return sample_on_host(logits, inputs)
+    @staticmethod
+    def _hooked(inputs: ModelInput, given: Logits) -> np.ndarray:
+        """Return a copy of the logits that hooks want to see."""
+        assert inputs.edits is not None
+        wanted: np.ndarray = given.values[inputs.edits.hooked]
+        return wanted
 
 
 class Const(LogitsModel):
@@ -258,7 +305,7 @@ class Script(SimModel):
 
     def next_ids(self, ids: np.ndarray, inputs: ModelInput) -> np.ndarray:
         """Return the entry at the sample's number of new tokens."""
-        told = inputs.context_lens[inputs.sampled_rows] - inputs.prompt_lens
+        told = inputs.positions[inputs.logits_indices] + 1 - inputs.prompt_lens
         entries: np.ndarray = self.script[np.clip(told, 0, len(self.script) - 1)]
         return entries
 

@@ -19,12 +19,16 @@ from aneuron.runner import ModelRunner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
+    from aneuron.batch import Launch
     from aneuron.config import BatchShape, EngineConfig
     from aneuron.device import Device
     from aneuron.futures import DeviceFuture
+    from aneuron.inflight import InFlightStep
     from aneuron.models.loading import Loaded
-    from aneuron.plans import ModelRunnerOutput, SchedulerOutput
-    from aneuron.runner import FlowStats, InFlightStep
+    from aneuron.plans import Break, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+    from aneuron.runner import FlowStats
 
 __all__ = ["RankGroup", "RankStep", "make_runner"]
 
@@ -107,9 +111,22 @@ class RankGroup:
         if ends_s:
             self.stats.prolong_break(plan.record, max(ends_s))
 
-    def sample_tokens(self) -> RankStep:
-        """Return the step in flight."""
-        return RankStep([runner.sample_tokens() for runner in self.runners])
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> RankStep:
+        """Return the step in flight; all ranks sample with the same masks and logits."""
+        return RankStep([runner.sample_tokens(grammar_output) for runner in self.runners])
+
+    @property
+    def guided(self) -> Launch | None:
+        """The launch whose sampling waits, if it does; that of the output rank."""
+        return self.runners[0].guided
+
+    def read_logits(self, samples: np.ndarray) -> DeviceFuture:
+        """Have logits copied to the host; the output rank's."""
+        return self.runners[0].read_logits(samples)
+
+    def note_break(self, plan: SchedulerOutput, one: Break) -> None:
+        """Count a break of all ranks."""
+        self.runners[0].note_break(plan, one)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start all devices, or none."""

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aneuron.outputs import FinishReason
-from aneuron.plans import SchedulerOutput
+from aneuron.plans import BreakReason, SchedulerOutput
 from aneuron.request import Request, RequestState
 from aneuron.scheduler.admission import Admission
+from aneuron.scheduler.decodes import Decodes
+from aneuron.scheduler.outcomes import Outcomes
 from aneuron.scheduler.prompts import Chunks, Prompts
 from aneuron.scheduler.slots import SlotTable
+from aneuron.scheduler.speculation import Speculation
 from aneuron.scheduler.waiting import rank
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from aneuron.errors import AneuronError
     from aneuron.kv_cache import KVCacheManager
     from aneuron.plans import Fork, ModelRunnerOutput, NewRequest
+    from aneuron.scheduler.speculation import Verification
 
 __all__ = ["Scheduler"]
 
@@ -52,6 +56,7 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         num_slots: int,
         clock: Callable[[], float],
+        num_draft_tokens: int = 0,
     ) -> None:
         """Make an empty scheduler; `clock` gives the time in seconds for request records."""
         self.kv = kv
@@ -65,22 +70,18 @@ class Scheduler:
         self._slots = SlotTable(num_slots)
         self._prompts = Prompts(num_slots, kv, self._slots)
         self._slots.on_release = self._prompts.give_back
+        self._outcomes = Outcomes(
+            self._slots, self._prompts, finish=self.finish, length_limit=length_limit, clock=clock
+        )
         self._admission = Admission(kv, self._slots, max_num_seqs=max_num_seqs)
         self._queue = self._admission.queue
-        # Tokens in flight are off these two, so a row that will end by length, and one that
-        # needs a block, are known one step ahead. Where a slot is not active: 0, and 1.
-        self._left_and_room = np.zeros((2, num_slots), np.int32)
-        self._left, self._room = self._left_and_room  # until it ends; that its blocks take
-        self._room[:] = 1
-        self._has_shortage = False  # some active slot has no room
-        self._active_twice = np.zeros((2, num_slots), np.int32)
-        self._active = self._active_twice[0]  # 1: decodes, and has tokens left
-        self._num_active = 0
-        self._decoding: tuple[np.ndarray, np.ndarray] | None = None  # active slots and ids
+        self._decodes = Decodes(num_slots, self._slots.request_ids)
+        self.speculation = Speculation(num_draft_tokens, self._slots, self._decodes, kv)
         self._ending: list[int] = []  # slots whose token of the plan being made is the last
         self._ones = np.ones(max_num_seqs, np.int32)
         self._prefilled_last = False
         self._step_id = self._newest_id = 0
+        self._lacks_tokens = False
         self.num_preemptions = 0
 
     # ── what the engine asks ────────────────────────────────────────────────────────────
@@ -89,6 +90,10 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with tokens to compute; not those whose last token is in flight."""
         return len(self._order)
+
+    def holder(self, slot: int) -> Request:
+        """Return the request that holds a slot; one that a plan in flight names."""
+        return self._slots[slot]
 
     def running(self) -> Iterable[Request]:
         """Return those requests."""
@@ -110,9 +115,12 @@ class Scheduler:
         return not (self.num_held or self.num_waiting)
 
     @property
-    def wants_room(self) -> bool:
-        """Somebody waits, or could go on: slots, blocks or tokens in flight are missing."""
-        return bool(self.num_waiting or self._num_active)
+    def lacks(self) -> BreakReason | None:
+        """Why nothing could be planned though somebody waits, or could go on."""
+        if self._lacks_tokens:
+            return BreakReason.SPECULATION
+        # Slots, blocks, or how many tokens are in flight.
+        return BreakReason.DRAIN if self.num_waiting or self._decodes.num_active else None
 
     def add(self, request: Request) -> None:
         """Queue a request whose prompt is known and fits, with all its choices."""
@@ -149,7 +157,7 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR, error=error.copy())
         self._prompts.abandon()
         self._slots.applied(self._step_id)
-        self._removed = list(range(len(self._room)))  # a plan that broke off took some along
+        self._removed = list(range(len(self._decodes.room)))  # a plan that broke off took some
 
     def take_removed(self) -> tuple[int, ...]:
         """Return the slots that left the batch since the last plan, and forget them."""
@@ -160,12 +168,15 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the plan of the next step, or None when nothing can run now."""
+        self._lacks_tokens = False
         if self._prefilled_last:
-            plan = self._schedule_decode() or self._schedule_prefill()
+            plan = self._schedule_decode()
+            if plan is None and not self._lacks_tokens:  # else it is the decodes' turn soon
+                plan = self._schedule_prefill()
         else:
             plan = self._schedule_prefill() or self._schedule_decode()
         if plan is not None:
-            self._prefilled_last = not plan.is_decode
+            self._prefilled_last = plan.is_prefill
         return plan
 
     def _schedule_prefill(self) -> SchedulerOutput | None:
@@ -238,50 +249,53 @@ class Scheduler:
         """Note that these prompts are planned to their end, and so give their first token."""
         for slot in slots:
             num_tokens = int(self._prompts.end[slot])
-            self._left[slot] = self._slots[slot].limit(self.length_limit) - num_tokens - 1
-            self._room[slot] = self.kv.num_held[slot] * self.kv.block_size - num_tokens
-            self._set_active(slot, is_active=True)
+            left = self._slots[slot].limit(self.length_limit) - num_tokens - 1
+            room = self.kv.num_held[slot] * self.kv.block_size - num_tokens
+            self._decodes.begin(slot, left=left, room=room)
         self._retire_spent()
-
-    def _set_active(self, slot: int, *, is_active: bool) -> None:
-        self._decoding = None
-        self._num_active += int(is_active) - int(self._active[slot])
-        self._active_twice[:, slot] = is_active
-        self._has_shortage = True  # maybe: to be looked at
 
     def _retire_spent(self) -> None:
         """Let slots go whose last token is planned; their row of this plan ends by length.
 
         Their requests give their seats to others now, slots and blocks with this step.
         """
-        spent = (self._left < self._active).nonzero()[0].tolist()
+        spent = self._decodes.spent()
         self._ending += spent
         for slot in spent:
             self._order.remove(slot)
-            self._set_active(slot, is_active=False)
-            self._room[slot] = 1
+            self._decodes.end(slot)
             self._slots.leave(slot)
 
     def _schedule_decode(self) -> SchedulerOutput | None:
-        if not self._num_active:
+        decodes, speculation = self._decodes, self.speculation
+        if not decodes.num_active:
             return None
-        updates, is_starved = self._grow() if self._has_shortage else (_NO_UPDATES, False)
-        ready, decoding = self._active_twice, self._decoding
-        if is_starved:  # some were preempted, or get no block and sit this step out
-            ready, decoding = self._active_twice * (self._room > 0), None
-        if decoding is None:
-            slots = ready[0].nonzero()[0]
-            decoding = slots, self._slots.request_ids[slots]
-        self._decoding = None if is_starved else decoding
-        slots, ids = decoding
-        if not slots.size:
+        if speculation.wants_tokens():
+            if self._slots.applied_step < self._step_id:
+                self._lacks_tokens = True
+                return None
+            if (one := speculation.propose()) is not None:
+                return self._verify(one)
+        # Some may be preempted, or get no block and sit this step out.
+        updates, is_starved = self._grow() if decodes.has_shortage else (_NO_UPDATES, False)
+        taken = decodes.take_step(is_starved=is_starved)
+        if taken is None:
             return None
-        self._left_and_room -= ready
-        if np.count_nonzero(self._left_and_room) < self._num_active + len(self._room):
-            self._has_shortage = True
+        slots, ids = taken
+        if decodes.has_shortage:
             self._retire_spent()
         self._slots.hold(slots, self._step_id + 1)
         return self._plan(slots, ids, self._ones[: len(slots)], is_decode=True, updates=updates)
+
+    def _verify(self, one: Verification) -> SchedulerOutput:
+        """Plan a step that verifies drafts."""
+        self._retire_spent()
+        self._slots.hold(one.slots, self._step_id + 1)
+        ids = self._slots.request_ids[one.slots]
+        plan = self._plan(one.slots, ids, one.num_scheduled, is_decode=False, updates=one.updates)
+        plan.draft_ids = one.draft_ids
+        plan.record.is_decode = True  # as far as anybody is concerned who looks at times
+        return plan
 
     def _grow(self) -> tuple[_BlockUpdates, bool]:
         """Give slots without room their next block.
@@ -289,13 +303,14 @@ class Scheduler:
         Returns:
             slots, columns of their tables and blocks, each [k]; whether some got none.
         """
-        short = (self._room < self._active).nonzero()[0]
-        self._has_shortage = is_starved = self.kv.num_free < short.size
+        decodes = self._decodes
+        short = decodes.short()
+        decodes.has_shortage = is_starved = self.kv.num_free < short.size
         if is_starved:
             short = self._make_room(short)
         if not short.size:
             return _NO_UPDATES, is_starved
-        self._room[short] = self.kv.block_size
+        decodes.room[short] = self.kv.block_size
         return (short, *self.kv.extend(short)), is_starved
 
     def _make_room(self, short: np.ndarray) -> np.ndarray:
@@ -314,7 +329,7 @@ class Scheduler:
             wanting.discard(slot)
             victims.append(self._slots[slot])
         self._preempt_all(victims)
-        first = sorted((slot for slot in wanting if self._active[slot]), key=self._rank_of)
+        first = sorted((slot for slot in wanting if self._decodes.active[slot]), key=self._rank_of)
         return np.array(first[: kv.num_free], np.int64)
 
     def _preempt_all(self, victims: Iterable[Request]) -> None:
@@ -347,40 +362,20 @@ class Scheduler:
         self._step_id += 1
         removed, ending = self.take_removed(), tuple(self._ending)
         self._removed, self._ending = list(ending), []  # their rows are of this plan still
-        return SchedulerOutput(
+        plan = SchedulerOutput(
             self._step_id, is_decode, ids, slots, counts, new, removed, ending, forks, *updates
         )
+        plan.rejected = self.speculation.take_rejected()
+        return plan
 
     # ── update ──────────────────────────────────────────────────────────────────────────
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-        """Take a step's tokens; return the requests that got one, each with it appended."""
-        self._slots.take_logprobs(output)  # before the tokens, which may end some
-        updated, stopped = self._slots.append(output.slots, output.token_ids)
-        if not plan.is_decode:
-            self._note_prefill(plan, updated)
-        for request in stopped:
-            self._stop(request, request.output_ids[-1])
-        for slot in plan.ending_slots:
-            self.finish(self._slots[slot], FinishReason.LENGTH)  # unless it has ended
-        self._slots.applied(plan.step_id)
-        return updated
+        """Take a step's tokens; return the requests that got one, each with it appended.
 
-    def _note_prefill(self, plan: SchedulerOutput, updated: list[Request]) -> None:
-        self._prompts.resolved(plan)
-        now_s = self.clock()
-        for request in updated:
-            if request.first_token_s is None:
-                request.first_token_s = now_s
-
-    def _stop(self, request: Request, token: int) -> None:
-        """End a request at an end id or stop id, unless it comes too early."""
-        room = request.limit(self.length_limit) - request.prompt_len
-        if request.is_finished or len(request.output_ids) < min(request.params.min_tokens, room):
-            return
-        request.last_is_end_id = True
-        named = token in request.params.stop_token_ids
-        self.finish(request, FinishReason.STOP, stop_reason=token if named else None)
+        Of a step that verified drafts, `output.more` come after it, one by one.
+        """
+        return self._outcomes.take(plan, output)
 
     def fail(self, plan: SchedulerOutput, error: AneuronError) -> None:
         """End the requests of a step that failed on the device, and let go of the step."""
@@ -394,7 +389,6 @@ class Scheduler:
         self._order.remove(slot)
         self._prompts.leave(slot)
         self._admission.leader_of.pop(slot, None)
-        self._set_active(slot, is_active=False)
-        self._left[slot], self._room[slot] = 0, 1
+        self._decodes.end(slot)
         self._removed.append(slot)
         self._slots.leave(slot)

@@ -27,6 +27,7 @@ class SlotTable:
 
     Attributes:
         on_release: set by the owner; takes the blocks of a slot that comes free.
+        guided: of the requests that `append` gave a token to, those with a grammar.
     """
 
     on_release: Callable[[int, Request], None]
@@ -45,6 +46,7 @@ class SlotTable:
         self._receivers_of: np.ndarray | None = None
         self._receivers: list[_Receiver] = []
         self._updated: list[Request] = []  # the same requests
+        self.guided: list[Request] = []  # those of them with a grammar
 
     @property
     def num_free(self) -> int:
@@ -175,6 +177,7 @@ class SlotTable:
             self._receivers_of, tokens = None, tokens[live]
             holders = [request for request in holders if request.finish_reason is None]
         self._updated = holders
+        self.guided = [request for request in holders if request.matcher is not None]
         self._receivers = [
             (request.output_ids.append, self._stop_ids[request.slot], request)
             for request in holders

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from aneuron.outputs import BreakStats
-from aneuron.timeline.spans import STAGES, Gap, Span, has_run, spans, whole_breaks
+from aneuron.timeline.spans import STAGES, Gap, Span, has_run, programs, spans, whole_breaks
 
 if TYPE_CHECKING:
     import os
@@ -97,7 +97,9 @@ class Timeline:
                 self._resumed_at = math.inf
             elif start_s > self._end_s:
                 self._idle_s += start_s - self._end_s
-            self._busy_s += end_s - start_s
+            paused_s = max(0.0, record.sampling_start_s - record.forward_end_s)  # 0 for NaN
+            self._idle_s += paused_s
+            self._busy_s += end_s - start_s - paused_s
             self._end_s = end_s
         if record.breaks:
             self._count_breaks(record)
@@ -133,10 +135,11 @@ class Timeline:
             is_rest = is_rest or record.step_id in resumed
             if not has_run(record):
                 continue
-            if record.device_start_s > end_s:
-                reason = None if is_rest else _cause(record, end_s)
-                gaps.append(Gap(end_s, record.device_start_s, record.step_id, reason, is_rest))
-            end_s, is_rest = record.device_end_s, False
+            for start_s, next_end_s in programs(record):
+                if start_s > end_s:
+                    reason = None if is_rest else _cause(record, end_s)
+                    gaps.append(Gap(end_s, start_s, record.step_id, reason, is_rest))
+                end_s, is_rest = next_end_s, False
         return gaps
 
     def elapsed_s(self, records: Sequence[StepRecord] | None = None) -> float:
@@ -167,7 +170,7 @@ class Timeline:
             for span in spans(record):
                 times.setdefault(span.name, []).append(_work_s(record, span))
             if has_run(record):
-                program_s = record.device_end_s - record.device_start_s
+                program_s = sum(end_s - start_s for start_s, end_s in programs(record))
                 times.setdefault("program", []).append(program_s)
         fed = [r.is_async for r in kept if r.is_decode and r.is_async is not None]
         return TimelineMetrics(

@@ -21,6 +21,7 @@ from aneuron.timeline.spans import (
     has_run,
     kind,
     known_times,
+    programs,
     spans,
     whole_breaks,
 )
@@ -78,13 +79,14 @@ class _Tracks:
             self._stage(span.track, span.name, (span.start_s, span.end_s), args)
         for one in whole_breaks(record):
             self._break(record, one, args)
-        start_s, end_s = record.device_start_s, record.device_end_s
+        start_s = record.device_start_s
         if isfinite(start_s - record.launched_s):
             # The program may start before the loop has noted that it launched it.
             self._stage("launch thread", "queued", (min(record.launched_s, start_s), start_s), args)
         if has_run(record):
             ids = {"request_ids": record.request_ids.tolist()}
-            self._stage("device", kind(record), (start_s, end_s), args | ids)
+            for part_s in programs(record):
+                self._stage("device", kind(record), part_s, args | ids)
         elif times := known_times([record]):
             self._instant(f"step {record.step_id} has not run", max(times), args)
 

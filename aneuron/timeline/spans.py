@@ -24,6 +24,7 @@ __all__ = [
     "has_run",
     "kind",
     "known_times",
+    "programs",
     "spans",
     "whole_breaks",
 ]
@@ -81,6 +82,14 @@ class Gap(NamedTuple):
 def has_run(record: StepRecord) -> bool:
     """Return whether both ends of the step's program are known."""
     return record.device_end_s >= record.device_start_s  # false for NaN
+
+
+def programs(record: StepRecord) -> list[tuple[float, float]]:
+    """Return when the device was at work on a step that has run: one time, or two parts."""
+    start_s, end_s = record.device_start_s, record.device_end_s
+    if record.sampling_start_s > record.forward_end_s:  # false for NaN
+        return [(start_s, record.forward_end_s), (record.sampling_start_s, end_s)]
+    return [(start_s, end_s)]
 
 
 def kind(record: StepRecord) -> str:

@@ -20,6 +20,7 @@ from aneuron.timeline.spans import (
     has_run,
     kind,
     known_times,
+    programs,
     spans,
     whole_breaks,
 )
@@ -184,15 +185,17 @@ def _draw_program(svg: Element, axis: _Axis, record: StepRecord) -> None:
         if times := known_times([record]):
             _draw_missing(svg, axis.x(max(times)), record)
         return
-    x = axis.x(record.device_start_s), axis.x(record.device_end_s)
     is_fallback = record.is_async is False
     colour = (_FALLBACK if is_fallback else _PROGRAM)[kind(record)]
-    box = _rect(svg, x, _LANES["device"], colour, _title(record))
-    box.set("class", "program")
-    box.set("stroke", _PROGRAM[kind(record)] if is_fallback else _PAPER)
-    box.set("stroke-width", "0.5")
-    if is_fallback:
-        box.set("stroke-dasharray", "3 2")
+    parts = [(axis.x(start_s), axis.x(end_s)) for start_s, end_s in programs(record)]
+    for part in parts:
+        box = _rect(svg, part, _LANES["device"], colour, _title(record))
+        box.set("class", "program")
+        box.set("stroke", _PROGRAM[kind(record)] if is_fallback else _PAPER)
+        box.set("stroke-width", "0.5")
+        if is_fallback:
+            box.set("stroke-dasharray", "3 2")
+    x = parts[0]
     label = str(record.step_id)
     if x[1] - x[0] > len(label) * _CHAR + 2:
         ink = _INK if is_fallback else _PAPER

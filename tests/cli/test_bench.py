@@ -12,8 +12,8 @@ import pytest
 from aneuron.cli.bench.churn import arrivals_of, lengths_of
 from aneuron.cli.bench.common import parse_counts
 from aneuron.cli.bench.floor import find_floor
-from aneuron.cli.bench.words import word_ids, word_tokenizer
-from aneuron.cli.bench.workload import StepMarks, prompts_of, steady_windows
+from aneuron.cli.bench.rig.words import word_ids, word_tokenizer
+from aneuron.cli.bench.rig.workload import StepMarks, prompts_of, steady_windows
 from aneuron.device.profiles import PROFILES
 from aneuron.engine import Engine
 from aneuron.errors import ConfigError

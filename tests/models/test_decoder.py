@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from aneuron.models.executables import TorchModel
-from aneuron.params import num_likeliest
 from aneuron.plans import ModelInput
 
 if TYPE_CHECKING:
@@ -146,7 +145,6 @@ class Driver:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            num_likeliest=num_likeliest(temperature, top_k, top_p),
             min_p=self.column(rows, num_rows, "min_p", 0.0),
             seed=self.column(rows, num_rows, "seed", 0.0).astype(np.int64),
         )
@@ -160,7 +158,7 @@ class Driver:
         """Run a step and return the real rows' logits."""
         inputs = self.inputs(rows, nums, **options)
         with torch.inference_mode():
-            logits, _ = self.model.executable(inputs)._forward(inputs, None)
+            logits: torch.Tensor = self.model.split(inputs).forward(inputs, None).values
         self.advance(rows, nums)
         return logits[: len(rows)]
 
@@ -362,19 +360,9 @@ def test_one_executable_per_bucket(llama: Reference) -> None:
     assert executables(driver, cold, cold) is executables(driver, cold, cold)
     assert executables(driver, cold).name == "decode[r1,b3]"
     assert executables(driver, cold).sampled_dtype == "int32"
-    low, filtered = {**hot, "top_k": 5}, {**hot, "top_p": 0.9}
-    cases = [
-        [hot],
-        [hot, low],
-        [low, {**low, "top_p": 0.9}],
-        [hot, filtered],
-        [hot, {"top_p": 0.9}],
-    ]
-    names = [executables(driver, *rows).name[7:] for rows in cases]
-    assert names == [
-        *("r1,b3,sample]", "r2,b3,sample64+]", "r2,b3,sample64+]"),
-        *("r2,b3,sample+]", "r2,b3,sample]"),
-    ]
+    # What rows ask for is no shape: it makes no other program.
+    assert executables(driver, hot) is executables(driver, cold)
+    assert executables(driver, hot, {**hot, "top_p": 0.9}).name == "decode[r2,b3]"
 
 
 def test_bfloat16_stays_near_float32(llama: Reference) -> None:

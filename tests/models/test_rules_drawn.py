@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aneuron import SamplingParams
+from aneuron.models.sampling.host import draw, noise_of
 from aneuron.models.sampling.rules import SlotRules
 from aneuron.models.sampling.sampler import sample
 from aneuron.plans import RuleWrite
@@ -99,6 +100,9 @@ def test_draws_under_rules(case: dict[str, Any], repeat: int) -> None:
         torch.full((DRAWS,), 1000 + repeat, dtype=torch.int64),
         torch.arange(DRAWS),
     )
+    noise = noise_of(np.full(1000, 1000 + repeat), np.arange(1000)).tolist()
+    filters = params.temperature, params.top_k, params.top_p, params.min_p
+    assert [draw(row, *filters, one) for one in noise] == drawn[:1000].tolist()
     counts = np.bincount(drawn.numpy(), minlength=VOCAB)
     likely = expected * DRAWS >= 5  # the rule for chi-square; the rest is one class
     classes = np.append(counts[likely], counts[~likely].sum())

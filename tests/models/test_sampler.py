@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from aneuron.models.sampling.host import draw as draw_on_host
+from aneuron.models.sampling.host import noise_of, sample_on_host
 from aneuron.models.sampling.sampler import greedy, sample, uniform
 
 pytestmark = pytest.mark.tiny
@@ -18,20 +24,36 @@ def column(value: Any, num: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, *, window: int | None = None, **params: Any) -> list[int]:
-    """Sample with plain values or lists per row; position and seed 0 by default."""
+    """Sample with plain values or lists per row; position and seed 0 by default.
+
+    What the processor draws row by row must be the same, of some hundred rows.
+    """
     num = len(logits)
-    ids = sample(
-        logits,
-        column(params.get("temperature", 1.0), num, torch.float32),
-        column(params.get("top_k", 0), num, torch.int32),
-        column(params.get("top_p", 1.0), num, torch.float32),
-        column(params.get("min_p", 0.0), num, torch.float32),
-        column(params.get("seed", 0), num, torch.int64),
-        column(params.get("position", 0), num, torch.int32),
-        window=window,
-    )
+    columns = {
+        "temperature": column(params.get("temperature", 1.0), num, torch.float32),
+        "top_k": column(params.get("top_k", 0), num, torch.int32),
+        "top_p": column(params.get("top_p", 1.0), num, torch.float32),
+        "min_p": column(params.get("min_p", 0.0), num, torch.float32),
+        "seed": column(params.get("seed", 0), num, torch.int64),
+        "position": column(params.get("position", 0), num, torch.int32),
+    }
+    ids = sample(logits, **columns, window=window)
     assert ids.dtype == torch.int32
+    some = slice(0, 300)
+    if not logits.isnan().any():
+        alike = on_host(logits[some], {name: one[some] for name, one in columns.items()})
+        assert alike == ids[some].tolist()
     return ids.tolist()
+
+
+def on_host(logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> list[int]:
+    """What `sample_on_host` draws."""
+    arrays = {name: one.numpy() for name, one in columns.items()}
+    inputs: Any = SimpleNamespace(
+        **arrays, positions=arrays["position"], logits_indices=np.arange(len(logits)),
+        num_samples=len(logits), all_greedy=not arrays["temperature"].any(),
+    )  # fmt: skip
+    return sample_on_host(logits.numpy(), inputs).tolist()
 
 
 def random_logits(num: int, vocab: int = 1000, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -173,6 +195,8 @@ def test_noise_is_fixed_for_ever() -> None:
     """A seeded request repeats after an update of aneuron, too."""
     noise = uniform(torch.tensor([0, 1, -1, 2**63 - 1]), torch.tensor([0, 5, 7, 2**31 - 1]))
     assert noise.tolist() == NOISE
+    seeds, positions = np.array([0, 1, -1, 2**63 - 1]), np.array([0, 5, 7, 2**31 - 1])
+    assert noise_of(seeds, positions).tolist() == NOISE
 
 
 def splitmix(z: int) -> int:
@@ -216,3 +240,42 @@ def test_nan_rows_stay_in_range_and_alone() -> None:
     ids = draw(logits, seed=[1, 2, 3], top_p=0.9)
     assert (ids[0], ids[2]) == (expected[0], expected[2])
     assert 0 <= ids[1] < 1000
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 10_000), coarse=st.booleans(),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 20.0]),
+    temperature=st.sampled_from([1e-30, 0.01, 0.7, 1.0, 3.0, 100.0]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 7, 60, 200, 10_000]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.001, 0.2, 1.0]), banned=st.integers(0, 199),
+)  # fmt: skip
+def test_the_processor_draws_what_the_program_draws(
+    seed: int, coarse: bool, spread: float, top_k: int, banned: int, **params: float
+) -> None:
+    logits = random_logits(4, vocab=200, scale=spread, seed=seed)
+    logits = logits.round() if coarse else logits  # many ties
+    logits[:, :banned] = float("-inf")
+    draw(logits, seed=torch.arange(4), position=seed, top_k=top_k, **params)
+
+
+def test_hot_rows_of_the_processor_match_softmax() -> None:
+    row = random_logits(1, vocab=40, scale=1.0, seed=5)[0]
+    noise = noise_of(np.full(20_000, 9), np.arange(20_000)).tolist()
+    ids = [draw_on_host(row.numpy(), 1.0, 0, 1.0, 0.0, one) for one in noise]
+    counts = torch.bincount(torch.tensor(ids), minlength=40)
+    assert chi_square(counts, row.softmax(-1)) < 80
+
+
+def test_nan_fails_rows_that_count() -> None:
+    logits = torch.zeros(3, 10)
+    logits[2, 4] = float("nan")
+    columns = {name: torch.zeros(3) for name in ("temperature", "position")}
+    inputs: Any = SimpleNamespace(
+        **{name: one.numpy() for name, one in columns.items()}, num_samples=3, all_greedy=True
+    )
+    with pytest.raises(FloatingPointError):
+        sample_on_host(logits.numpy(), inputs)
+    inputs.num_samples = 2  # the third one pads
+    assert sample_on_host(logits.numpy(), inputs)[:2].tolist() == [0, 0]

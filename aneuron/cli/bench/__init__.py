@@ -1,4 +1,4 @@
-"""`aneuron bench`: what the host costs, what of it is hidden, and what scheduling saves.
+"""`aneuron bench`: what the host and sampling cost, what is hidden, what scheduling saves.
 
 Comes in: the options of a benchmark. Goes out: a table on stdout, or with `--json` one JSON
 object and nothing else. See docs/benchmarks.md for what each measures and how.
@@ -10,10 +10,13 @@ from cyclopts import App
 
 from aneuron.cli.bench.churn import churn
 from aneuron.cli.bench.floor import floor
+from aneuron.cli.bench.grammar import grammar
 from aneuron.cli.bench.host import host
 from aneuron.cli.bench.longprompt import longprompt
+from aneuron.cli.bench.lookup import lookup
 from aneuron.cli.bench.overlap import overlap
 from aneuron.cli.bench.prefix import prefix
+from aneuron.cli.bench.sampling import sampling
 
 __all__ = ["bench"]
 
@@ -24,3 +27,6 @@ bench.command(overlap)
 bench.command(churn)
 bench.command(prefix)
 bench.command(longprompt)
+bench.command(sampling)
+bench.command(grammar)
+bench.command(lookup)

@@ -26,8 +26,8 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.words import word_tokenizer
-from aneuron.cli.bench.workload import SHORT_PROMPT, open_profile, prompts_of, read_all, submit
+from aneuron.cli.bench.rig.words import word_tokenizer
+from aneuron.cli.bench.rig.workload import SHORT_PROMPT, open_profile, prompts_of, read_all, submit
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ async def _rounds(
 
 async def _run(case: _Case, options: dict[str, Any], arrivals: list[float] | None) -> _Round:
     """Answer all requests once, on an engine of its own."""
-    from aneuron.cli.bench.programs import WordModel
+    from aneuron.cli.bench.rig.programs import WordModel
     from aneuron.engine import Engine
 
     length = 64 + max(case.lengths)

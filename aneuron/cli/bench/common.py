@@ -51,15 +51,16 @@ MAX_SEQS = 4096
 _LOOPS = ("uvloop", "asyncio")
 
 
-def parse_counts(option: str, text: str) -> list[int]:
+def parse_counts(option: str, text: str, *, at_most: int = MAX_SEQS) -> list[int]:
     """Return the numbers of a list like `1,8,64`.
 
     Args:
         option: its name on the command line, for the message.
         text: what was typed.
+        at_most: the largest number there may be.
 
     Raises:
-        ConfigError: it is no list of positive integers up to `MAX_SEQS`.
+        ConfigError: it is no list of positive integers up to `at_most`.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
@@ -67,7 +68,7 @@ def parse_counts(option: str, text: str) -> list[int]:
             f"{option} must be positive integers, separated by commas, not {text!r}", param=option
         )
     counts = [int(part) for part in parts]
-    check_number(option, max(counts), at_most=MAX_SEQS)
+    check_number(option, max(counts), at_most=at_most)
     return counts
 
 

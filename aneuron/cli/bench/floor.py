@@ -21,8 +21,14 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.words import word_tokenizer
-from aneuron.cli.bench.workload import max_tokens_for, prompts_of, read_all, steady_windows, submit
+from aneuron.cli.bench.rig.words import word_tokenizer
+from aneuron.cli.bench.rig.workload import (
+    max_tokens_for,
+    prompts_of,
+    read_all,
+    steady_windows,
+    submit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +155,7 @@ class _Case(NamedTuple):
         Raises:
             RuntimeError: the timeline has fewer windows than were asked for.
         """
-        from aneuron.cli.bench.programs import WordModel
+        from aneuron.cli.bench.rig.programs import WordModel
         from aneuron.device.sim import SimDevice
         from aneuron.engine import Engine
 

@@ -22,9 +22,15 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.parts import ALL_PARTS, ENGINE_PARTS, PartClock, time_decoding, time_parts
-from aneuron.cli.bench.words import word_tokenizer
-from aneuron.cli.bench.workload import StepMarks, max_tokens_for, prompts_of, read_all, submit
+from aneuron.cli.bench.rig.parts import (
+    ALL_PARTS,
+    ENGINE_PARTS,
+    PartClock,
+    time_decoding,
+    time_parts,
+)
+from aneuron.cli.bench.rig.words import word_tokenizer
+from aneuron.cli.bench.rig.workload import StepMarks, max_tokens_for, prompts_of, read_all, submit
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,7 +137,7 @@ class _Case(NamedTuple):
 
     async def measure(self, parts: tuple[str, ...]) -> list[_Window]:
         """Decode on an engine of its own; time these parts, which itself costs time."""
-        from aneuron.cli.bench.programs import FreeModel
+        from aneuron.cli.bench.rig.programs import FreeModel
         from aneuron.engine import Engine
 
         clock = PartClock()

@@ -25,8 +25,8 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.words import word_ids, word_tokenizer
-from aneuron.cli.bench.workload import SHORT_PROMPT, open_profile, prompts_of, read_all, submit
+from aneuron.cli.bench.rig.words import word_ids, word_tokenizer
+from aneuron.cli.bench.rig.workload import SHORT_PROMPT, open_profile, prompts_of, read_all, submit
 from aneuron.outputs import FinishReason
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Case(NamedTuple):
 
     def engine(self, chunk: int) -> Engine:
         """Return an engine that computes `chunk` prompt tokens in a step, not open yet."""
-        from aneuron.cli.bench.programs import WordModel
+        from aneuron.cli.bench.rig.programs import WordModel
         from aneuron.engine import Engine
 
         num_seqs = 1 + self.prompts

@@ -24,8 +24,8 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.words import word_tokenizer
-from aneuron.cli.bench.workload import (
+from aneuron.cli.bench.rig.words import word_tokenizer
+from aneuron.cli.bench.rig.workload import (
     SHORT_PROMPT,
     max_tokens_for,
     open_profile,
@@ -134,7 +134,7 @@ class _Side:
     """An engine, sync or async, and the windows that it has run."""
 
     def __init__(self, case: _Case, *, is_async: bool) -> None:
-        from aneuron.cli.bench.programs import WordModel
+        from aneuron.cli.bench.rig.programs import WordModel
         from aneuron.engine import Engine
 
         self.case = case

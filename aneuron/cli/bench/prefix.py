@@ -21,7 +21,7 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.workload import submit
+from aneuron.cli.bench.rig.workload import submit
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
-"""From logits to token ids, on the device, inside the executable.
+"""From logits to token ids in one program of fixed shape, for devices that run such programs.
 
+The processor draws row by row (`host.py`), which costs it less; both draw the same ids.
 Comes in: float32 logits and one column per sampling parameter. Goes out: one id a row.
 A row's noise is a function of its seed and position alone, and everything else is done
 row by row, so a row's id does not depend on its neighbours or on padding.
@@ -7,16 +8,9 @@ row by row, so a row's id does not depend on its neighbours or on padding.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from aneuron.plans import ModelInput
-
-__all__ = ["greedy", "sample", "sample_on_host", "uniform"]
+__all__ = ["greedy", "sample", "uniform"]
 
 # SplitMix64's constants as signed numbers: torch's int64 multiplication wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -139,29 +133,3 @@ def _draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     ids = torch.searchsorted(running, target, right=True).squeeze(-1)
     # Only a row of NaN gets past the end.
     return ids.clamp(max=weights.shape[-1] - 1).to(torch.int32)
-
-
-def sample_on_host(logits: np.ndarray, inputs: ModelInput) -> np.ndarray:
-    """Sample from logits that are on the host.
-
-    Args:
-        logits: float32 [n, V], n at most the rows of the launch.
-        inputs: the launch that gave them, with its rows' columns.
-
-    Returns:
-        int32 [n].
-    """
-    columns = (
-        inputs.temperature,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        inputs.seed,
-        inputs.positions[inputs.logits_indices],
-    )
-    temperature, top_k, top_p, min_p, seed, position = (
-        torch.from_numpy(column[: len(logits)]) for column in columns
-    )
-    ids = sample(torch.from_numpy(logits), temperature, top_k, top_p, min_p, seed, position)
-    sampled: np.ndarray = ids.numpy()
-    return sampled

@@ -16,7 +16,7 @@ from aneuron.models.sampling.rules import SlotRules
 from aneuron.params import STATE_COLUMNS
 
 if TYPE_CHECKING:
-    from aneuron.plans import ModelInput, SlotWrites
+    from aneuron.plans import ModelInput, SlotWrites, SpecDecodeMetadata
 
 __all__ = ["SlotState"]
 
@@ -60,6 +60,17 @@ class SlotState:
         for sample, rules in self._ruled(inputs):
             rules.apply(logits[sample])
 
+    def take(self, tokens: np.ndarray, inputs: ModelInput) -> None:
+        """Note what samples gave, int32 [samples]; drafts that fail give -1, in place."""
+        if inputs.slots is None:
+            return
+        slots, last = inputs.slots[: len(tokens)], tokens
+        if inputs.spec_decode_metadata is not None:
+            accepted = _accept(tokens, inputs.spec_decode_metadata)
+            slots, last = slots[accepted], tokens[accepted]
+        self.last_tokens[slots] = last
+        self.note_tokens(tokens, inputs)
+
     def note_tokens(self, tokens: np.ndarray, inputs: ModelInput) -> None:
         """Let rules know what their requests were given; int32 [samples]."""
         for sample, rules in self._ruled(inputs):
@@ -72,3 +83,22 @@ class SlotState:
         samples = inputs.rule_samples
         found = zip(samples.tolist(), inputs.slots[samples].tolist(), strict=True)
         return [(sample, self._rules[slot]) for sample, slot in found if slot in self._rules]
+
+
+def _accept(tokens: np.ndarray, metadata: SpecDecodeMetadata) -> np.ndarray:
+    """Put -1 in place of samples behind one that is not as drafted.
+
+    A sample is drawn from what the model says behind the draft, with the noise of its position:
+    until the first difference they are what they would have been one by one.
+
+    Returns:
+        int64 [n], the last sample of each request that counts.
+    """
+    starts = metadata.starts
+    ends = np.append(starts[1:], len(tokens))
+    differs = (tokens != metadata.draft_ids[: len(tokens)]).astype(np.int64)
+    before = np.cumsum(differs) - differs  # differences behind which a sample stands
+    counts = before == np.repeat(before[starts], ends - starts)
+    tokens[~counts] = -1
+    last: np.ndarray = starts + np.add.reduceat(counts.astype(np.int64), starts) - 1
+    return last

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aneuron.cli.bench.words import word_ids
+from aneuron.cli.bench.rig.words import word_ids
 from aneuron.models.simulated import SimModel
 from aneuron.plans import ModelSpec
 

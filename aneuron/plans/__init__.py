@@ -8,12 +8,12 @@ Plain data, numpy columns on the hot path, no behaviour that waits or computes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from aneuron.plans.records import Break, BreakReason, StepRecord
 
 if TYPE_CHECKING:
     from aneuron.params import SamplingParams
@@ -23,6 +23,9 @@ __all__ = [
     "Break",
     "BreakReason",
     "Fork",
+    "GrammarOutput",
+    "LogitEdits",
+    "Logits",
     "ModelInput",
     "ModelRunnerOutput",
     "ModelSpec",
@@ -34,83 +37,9 @@ __all__ = [
     "SampledLogprobs",
     "SchedulerOutput",
     "SlotWrites",
+    "SpecDecodeMetadata",
     "StepRecord",
 ]
-
-
-class BreakReason(StrEnum):
-    """Why a step was not simply fed with the device's own tokens."""
-
-    COMPOSITION_CHANGED = "composition_changed"  # another set of requests than the future's
-    SHAPE_MISMATCH = "shape_mismatch"
-    DTYPE_MISMATCH = "dtype_mismatch"
-    REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
-    GRAMMAR = "grammar"  # a mask needs the token before
-    HOOK = "hook"  # code of the user's must see the token first
-    SPECULATION = "speculation"  # the number of accepted tokens must be known
-    DRAIN = "drain"  # nothing could be planned before a step in flight gave its room back
-
-
-# ── one step, looked at afterwards ──────────────────────────────────────────────────────
-
-
-class Break(NamedTuple):
-    """One stop of the flow; times of the loop's clock (`clock_of`), equal if nothing waited."""
-
-    reason: BreakReason
-    start_s: float
-    end_s: float
-
-
-class StepRecord:
-    """When one step reached each stage, in seconds of the loop's clock (`clock_of`).
-
-    Made with its plan and written by whoever does the stage. NaN: not reached. The device's
-    own times are measured, or modelled on the simulated device.
-
-    Attributes:
-        step_id, is_decode: as in the plan.
-        request_ids: int64 [n], internal ids: the plan's own column.
-        num_scheduled: int32 [n], tokens of each: likewise.
-        is_async: fed with device values; None where the carry tells no difference.
-        begun_s, scheduled_s: `schedule()` was called, returned.
-        prepared_s: the inputs were written.
-        launched_s: the program was on the device's queue.
-        device_start_s, device_end_s: the program ran.
-        read_s: its tokens were on the loop.
-        applied_s: `update_from_output()` had taken them in.
-        detokenized_s: stop strings had been looked for.
-        delivered_s: its consumers had been woken.
-        breaks: stops of the flow on the way to the launch.
-        error: what the device reported, of a step that failed.
-    """
-
-    is_async: bool | None = None
-    begun_s = math.nan
-    scheduled_s = math.nan
-    prepared_s = math.nan
-    launched_s = math.nan
-    device_start_s = math.nan
-    device_end_s = math.nan
-    read_s = math.nan
-    applied_s = math.nan
-    detokenized_s = math.nan
-    delivered_s = math.nan
-    breaks: tuple[Break, ...] = ()
-    error: str | None = None
-
-    def __init__(
-        self,
-        step_id: int,
-        is_decode: bool,  # noqa: FBT001  as in the plan
-        request_ids: np.ndarray,
-        num_scheduled: np.ndarray,
-    ) -> None:
-        """Make the record of a step that has been planned."""
-        self.step_id = step_id
-        self.is_decode = is_decode
-        self.request_ids = request_ids
-        self.num_scheduled = num_scheduled
 
 
 # ── scheduler → runner ──────────────────────────────────────────────────────────────────
@@ -169,11 +98,29 @@ class SchedulerOutput:
     block_slots: np.ndarray  # int64 [k]
     block_columns: np.ndarray  # int64 [k]
     block_ids: np.ndarray  # int32 [k]
+    # Of a step that verifies drafts: each request's last token and its drafts, int32 [tokens].
+    draft_ids: np.ndarray | None = field(default=None, kw_only=True)
+    # Drafts of the step before that failed: slots int64 [k], how many int32 [k].
+    rejected: tuple[np.ndarray, np.ndarray] | None = field(default=None, kw_only=True)
     record: StepRecord = field(init=False, compare=False, repr=False)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes prompts."""
+        return not self.is_decode and self.draft_ids is None
 
     def __post_init__(self) -> None:
         """Begin the record of this step."""
         self.record = StepRecord(self.step_id, self.is_decode, self.request_ids, self.num_scheduled)
+
+
+class GrammarOutput(NamedTuple):
+    """What the host says of samples once it has seen the tokens before: of live requests."""
+
+    slots: np.ndarray  # int64 [G], of the requests with a grammar
+    bitmask: np.ndarray  # int32 [G, ceil(V / 32)], a bit for each id that may follow
+    hooked_slots: np.ndarray  # int64 [H], of those with hooks
+    logits: np.ndarray  # float32 [H, V], as their hooks left them
 
 
 # ── runner → device ─────────────────────────────────────────────────────────────────────
@@ -215,6 +162,22 @@ class BlockCopies:
     targets: np.ndarray  # int64 [K], all different and none of them a source
 
 
+class LogitEdits(NamedTuple):
+    """What the host decides of a launch's samples: those of requests with a grammar or hooks."""
+
+    samples: np.ndarray  # int64 [G], that a grammar restricts
+    bitmask: np.ndarray  # int32 [G, ceil(V / 32)], a bit for each id that may be drawn
+    hooked: np.ndarray  # int64 [H], whose logits hooks have changed
+    logits: np.ndarray  # float32 [H, V], which take the place of the model's
+
+
+class SpecDecodeMetadata(NamedTuple):
+    """Which samples verify a draft: those of a request, in order, until one is not as drafted."""
+
+    draft_ids: np.ndarray  # int32 [S], what a sample must be for the next one to count; or -1
+    starts: np.ndarray  # int64 [n], first sample of each request
+
+
 class PromptTargets(NamedTuple):
     """Tokens of prompts whose log probabilities are wanted: P of them, row after row."""
 
@@ -233,8 +196,9 @@ class ModelInput:
     slot -1 (no write), rows have block 0 (the null block), context length 1 and start at
     the number of real tokens, samples are of token 0.
 
-    Each row has one sample, in the same order, but where a request forks: then S and R
-    differ, and `logits_indices` names a row's last token once for each of its choices.
+    Each row has one sample, in the same order, but where a request forks, or where drafts are
+    verified: then S and R differ, and `logits_indices` names a row's last token once for each
+    of its choices, or all of its tokens.
 
     With `slots`, the device keeps the state of requests: sampling reads its parameters there
     and writes its tokens, and `prompt_lens` to `seed` below hold nothing. Under the carry
@@ -261,7 +225,6 @@ class ModelInput:
     top_p: np.ndarray  # float32 [S]
     min_p: np.ndarray  # float32 [S]
     seed: np.ndarray  # int64 [S]
-    num_likeliest: int | None = None  # that top-k and top-p of any row look at; None = all
     slots: np.ndarray | None = None  # int32 [S]; the spare slot if a sample does not count
     writes: SlotWrites | None = None  # to be made before anything else of this launch
     copies: BlockCopies | None = None  # to be made once the tokens are written
@@ -269,6 +232,8 @@ class ModelInput:
     logprob_samples: np.ndarray | None = None  # int64 [L], samples that want logprobs; likewise
     num_logprobs: int = 0  # alternatives of each: the most that one of them wants
     prompt_targets: PromptTargets | None = None
+    edits: LogitEdits | None = None  # to be made before a token is drawn
+    spec_decode_metadata: SpecDecodeMetadata | None = None  # samples not accepted give -1
 
     @property
     def num_rows(self) -> int:
@@ -302,6 +267,9 @@ class ModelSpec:
     on_device_sampling: bool = True  # False: executables return logits
     has_slots: bool = False  # executables keep last tokens and parameters of every slot
     has_logits: bool = False  # and have logits, for rules (penalties, bias, bans) and logprobs
+    has_masks: bool = False  # and take `ModelInput.edits`, for grammars
+    verifies_drafts: bool = False  # and take `ModelInput.spec_decode_metadata`
+    is_split: bool = False  # and come in two parts, too: forward and sampling; for hooks
 
 
 # ── device → runner ─────────────────────────────────────────────────────────────────────
@@ -324,6 +292,13 @@ class PromptLogprobs(NamedTuple):
     values: np.ndarray  # float32 [P, K]
 
 
+class Logits(NamedTuple):
+    """What the forward part of a split executable gives to its sampling part."""
+
+    values: Any  # float32 [S, V], a device value
+    prompt_logprobs: PromptLogprobs | None
+
+
 class Sampled(NamedTuple):
     """What an executable gives where a request wants more than its token."""
 
@@ -344,3 +319,5 @@ class ModelRunnerOutput:
     logprobs: SampledLogprobs | None = None
     # Of each part of a prompt: slot, position of its first token, and columns of its tokens.
     prompt_logprobs: tuple[tuple[int, int, PromptLogprobs], ...] = ()
+    # Of a step that verified drafts, what comes behind: second tokens of requests, and so on.
+    more: tuple[ModelRunnerOutput, ...] = ()

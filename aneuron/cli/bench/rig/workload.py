@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from aneuron.cli.bench.words import word_ids
+from aneuron.cli.bench.rig.words import word_ids
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
