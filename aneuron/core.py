@@ -252,6 +252,7 @@ class EngineCore:
             else:
                 self._take_in(step.plan, output)
             self._num_in_flight -= 1
+            self._watchdog.restart()
             self.notify()
             del step  # idle, nothing of it is kept
 
@@ -307,6 +308,7 @@ class EngineCore:
             self._rest()
 
     def _rest(self) -> None:
+        self.scheduler.speculation.take_rejected()  # of requests that have ended
         self.runner.drain(self.scheduler.take_removed())
         self.timeline.rest()
         self._watchdog.rest()

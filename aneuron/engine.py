@@ -153,6 +153,7 @@ class Engine:
         """Let go of a core whose loop has closed without `aclose()`."""
         if self._supervisor is not None and self.loop.is_closed():
             self._core.let_go()
+            self._submission.close()
             self._supervisor, self._state = None, _State.CLOSED
 
     def _start(self, loaded: Loaded) -> None:
@@ -183,6 +184,7 @@ class Engine:
             self._state = _State.CLOSING
             self._core.stop()
         await asyncio.wait({self._supervisor})
+        self._submission.close()
         self._state = _State.CLOSED
 
     async def __aenter__(self) -> Self:

@@ -267,18 +267,27 @@ class Watchdog:
         self._clock = clock
         self._late = DeviceLost(f"no step has finished for {timeout_s:g} s (step_timeout_s)")
         self._watched: Failable | None = None
+        self._beside: Failable | None = None
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, step: Failable) -> None:
-        """Note that this step is waited for from now on."""
-        self._watched, self._since_s = step, self._clock()
+    def watch(self, step: Failable, *, beside: bool = False) -> None:
+        """Note that this step is waited for from now on; or what is waited for beside one."""
+        if beside:
+            self._beside = step
+        else:
+            self._watched = step
+        self._since_s = self._clock()
         if self._timer is None:
             self._set(self.timeout_s)
 
+    def restart(self) -> None:
+        """Note that something has ended: what is still waited for has its time from now on."""
+        self._since_s = self._clock()
+
     def rest(self) -> None:
         """Stop the timer: nothing is in flight."""
-        self._watched = None
+        self._watched = self._beside = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -292,7 +301,8 @@ class Watchdog:
         self._judge(turns=_TURNS)
 
     def _judge(self, turns: int) -> None:
-        if self._watched is None or self._timer is not None:
+        watched = [one for one in (self._watched, self._beside) if one is not None]
+        if not watched or self._timer is not None:
             return
         left_s = self._since_s + self.timeout_s - self._clock()
         if left_s > 0:
@@ -300,4 +310,5 @@ class Watchdog:
         elif turns:
             asyncio.get_running_loop().call_soon(self._judge, turns - 1)
         else:
-            self._watched.fail(self._late)
+            for one in watched:
+                one.fail(self._late)

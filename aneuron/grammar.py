@@ -13,13 +13,15 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aneuron.clock import VirtualClockLoop
 from aneuron.errors import InvalidRequest
+from aneuron.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler", "GrammarMatcher", "fill_bitmask"]
 
-_MAX_COMPILED = 64
+_MAX_COMPILED, _MAX_COMPILED_CHARS = 64, 2**18
 _NUM_THREADS = 2  # that compile
 # Compilers recurse as deep as rules refer to each other: with the usual 8 MiB a schema or a
 # Lark source of 64 KiB could end the process. Pages that are not touched cost nothing.
@@ -102,6 +104,8 @@ async def fill_bitmask(
         int32 [matchers, ceil(vocab_size / 32)]: bit i of word w is 1 if id 32 w + i is allowed.
     """
     loop = asyncio.get_running_loop()
+    if isinstance(loop, VirtualClockLoop):  # which would not wait for a thread
+        return _fill(tuple(matchers), vocab_size)
     filling = loop.run_in_executor(executor, _fill, tuple(matchers), vocab_size)
     try:
         return await asyncio.shield(filling)
@@ -137,7 +141,10 @@ class GrammarCompiler:
         self._source = _VocabularySource(tokenizer, vocab_size, frozenset(end_ids))
         self._compiled: OrderedDict[Grammar, asyncio.Future[GrammarMatcher | InvalidRequest]]
         self._compiled = OrderedDict()
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="aneuron-grammar")
+        self._threads = cycle(
+            DaemonExecutor(f"aneuron-grammar-{number}", stack_bytes=_STACK_BYTES)
+            for number in range(_NUM_THREADS)
+        )
 
     async def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of a grammar; threads do the work.
@@ -151,19 +158,32 @@ class GrammarCompiler:
         if job is None or (job.done() and (job.cancelled() or job.exception() is not None)):
             job = self._compiled[grammar] = self._start(grammar)
         self._compiled.move_to_end(grammar)
-        while len(self._compiled) > _MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        self._forget()
         compiled = await asyncio.shield(job)
         if isinstance(compiled, InvalidRequest):
             raise compiled.copy()
         return compiled.copy()
 
+    def _forget(self) -> None:
+        """Drop the oldest beyond what is kept: by number, and by length, as memory goes."""
+        num_chars = sum(len(one.text) for one in self._compiled)
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > _MAX_COMPILED or num_chars > _MAX_COMPILED_CHARS
+        ):
+            num_chars -= len(self._compiled.popitem(last=False)[0].text)
+
     def _start(self, grammar: Grammar) -> asyncio.Future[GrammarMatcher | InvalidRequest]:
-        loop, usual_bytes = asyncio.get_running_loop(), threading.stack_size(_STACK_BYTES)
-        try:  # the thread that may start here has the large stack
-            return loop.run_in_executor(self._pool, _compile, self._source, grammar)
-        finally:
-            threading.stack_size(usual_bytes)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualClockLoop):
+            job = loop.create_future()
+            job.set_result(_compile(self._source, grammar))
+            return job
+        return loop.run_in_executor(next(self._threads), _compile, self._source, grammar)
+
+    def close(self) -> None:
+        """Let the threads end; a compiler that runs is left behind."""
+        for _ in range(_NUM_THREADS):
+            next(self._threads).shutdown()
 
 
 def _compile(source: _VocabularySource, grammar: Grammar) -> GrammarMatcher | InvalidRequest:
@@ -306,7 +326,11 @@ class _Vocabulary:
         # Two calls that keep the GIL instead of one, which would keep it for the sum.
         plain = library.LLTokenizer(_Wrapper(tokens, special_ids, size), slices=[])
         self._tokenizer = plain.with_slices(_SLICES)
-        self._limits = library.LLParserLimits(verbose_errors=False)
+        self._limits = library.LLParserLimits(
+            # By default an ambiguous grammar may take 60 ms for a token, on the loop; and an
+            # automaton 500 MB.
+            max_items_in_row=500, max_lexer_states=50_000, verbose_errors=False,
+        )  # fmt: skip
 
     def matcher(self, text: str) -> GrammarMatcher:
         """Return a matcher; it has an `error` if the text does not compile."""

@@ -9,22 +9,23 @@ filled in, and hooks called, in worker threads.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from aneuron.clock import VirtualClockLoop
 from aneuron.errors import DeviceError, DeviceLost, InvalidRequest
 from aneuron.grammar import fill_bitmask
 from aneuron.outputs import FinishReason
 from aneuron.params import takes_prompt
 from aneuron.plans import Break, BreakReason, GrammarOutput
+from aneuron.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aneuron.batch import Launch
-    from aneuron.errors import RequestError
+    from aneuron.errors import AneuronError
     from aneuron.futures import DeviceFuture, Signal, Watchdog
     from aneuron.parallel.ranks import RankGroup
     from aneuron.plans import ModelSpec, SchedulerOutput
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Guidance"]
 
+_T = TypeVar("_T")
 _NO_SLOTS = np.zeros(0, np.int64)
 
 
@@ -76,11 +78,11 @@ class Guidance:
         self._watchdog = watchdog
         self._clock = clock
         # Its own: whatever an application does in the loop's executor, no step waits for it.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="aneuron-guidance")
+        self._thread = DaemonExecutor("aneuron-guidance")
 
     def close(self) -> None:
         """Let the thread go; a hook that still runs is left behind."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown()
 
     async def output(self, plan: SchedulerOutput, launch: Launch) -> GrammarOutput:
         """Return what the host says of a launch's guided samples.
@@ -109,14 +111,14 @@ class Guidance:
         if not pairs:
             return _NO_SLOTS, np.zeros((0, -(-self._spec.vocab_size // 32)), np.int32)
         slots, matchers = zip(*pairs, strict=True)
-        bitmask = await fill_bitmask(matchers, self._spec.vocab_size, executor=self._pool)
+        bitmask = await fill_bitmask(matchers, self._spec.vocab_size, executor=self._thread)
         for slot, matcher in pairs:
             if matcher.error is not None:
                 text = f"the grammar failed: {matcher.error}"
                 self._fail(slot, InvalidRequest(text, param="grammar"))
         return np.array(slots, np.int64), bitmask
 
-    def _fail(self, slot: int, error: RequestError) -> None:
+    def _fail(self, slot: int, error: AneuronError) -> None:
         """End a request by its own fault; its row of the step is a surplus row."""
         self._scheduler.finish(self._scheduler.holder(slot), FinishReason.ERROR, error=error)
 
@@ -127,78 +129,110 @@ class Guidance:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return slots, int64 [H], and their logits as hooks left them, float32 [H, V]."""
         assert launch.guided is not None
-        asking = [
-            (sample, request)
-            for sample, request in zip(launch.guided.tolist(), requests, strict=True)
-            if request.params.logits_processors and _is_live(request)
-        ]
+        pairs = zip(launch.guided.tolist(), requests, strict=True)
+        asking = [pair for pair in pairs if pair[1].params.logits_processors and _is_live(pair[1])]
         if not asking:
             return _NO_SLOTS, np.zeros((0, self._spec.vocab_size), np.float32)
-        future = self._runner.read_logits(np.array([sample for sample, _ in asking], np.int64))
-        self._watchdog.watch(_Reading(future))
+        samples, asked = zip(*asking, strict=True)
+        logits, faults = await self._run_hooks(np.array(samples, np.int64), asked)
+        for request, fault in zip(asked, faults, strict=True):
+            if fault is not None:
+                self._fail(request.slot, fault)
+        return np.array([request.slot for request in asked], np.int64), logits
+
+    async def _run_hooks(
+        self, samples: np.ndarray, requests: Sequence[Request]
+    ) -> tuple[np.ndarray, Sequence[AneuronError | None]]:
+        """Return logits, float32 [H, V], and whose fault ends their request."""
+        none = np.zeros((len(requests), self._spec.vocab_size), np.float32)
         try:
-            logits = np.array(await future, np.float32)
+            logits = await self._read(samples)
         except DeviceLost:
             raise
-        except DeviceError:  # the step has failed: so will its sampling
-            logits = np.zeros((len(asking), self._spec.vocab_size), np.float32)
-        else:
-            calls = [_HookCall.of(request, row) for (_, request), row in zip(asking, logits)]  # noqa: B905
-            loop = asyncio.get_running_loop()
-            faults = await loop.run_in_executor(self._pool, _run_hooks, calls)
-            for (_, request), fault in zip(asking, faults, strict=True):
-                if fault is not None:
-                    self._fail(request.slot, fault)
-        return np.array([request.slot for _, request in asking], np.int64), logits
+        except DeviceError as fault:
+            # The forward part may be well: these have no logits to be sampled from.
+            return none, [fault.copy() for _ in requests]
+        calls = [_HookCall.of(request) for request in requests]
+        try:
+            async with asyncio.timeout(self._watchdog.timeout_s):
+                return await self._in_thread(_run_hooks, calls, logits)
+        except TimeoutError:
+            self._thread.shutdown()  # a function of the user's hangs: left behind
+            self._thread = DaemonExecutor("aneuron-guidance")
+            text = f"a logits processor took over {self._watchdog.timeout_s:g} s (step_timeout_s)"
+            late = InvalidRequest(text, param="logits_processors")
+            return none, [late.copy() for _ in requests]
+
+    async def _read(self, samples: np.ndarray) -> np.ndarray:
+        """Return the logits of samples, float32 [H, V]; not to be written to."""
+        future = self._runner.read_logits(samples)
+        self._watchdog.watch(_Reading(future), beside=True)
+        logits: np.ndarray = await future
+        return logits
+
+    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function off the loop; where time is virtual, threads would not be waited for."""
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualClockLoop):
+            return function(*args)
+        return await loop.run_in_executor(self._thread, function, *args)
 
 
 class _HookCall(NamedTuple):
-    """The hooks of one request, and what they are told; `logits` is a row to be changed."""
+    """The hooks of one request, and what they are told beside its logits."""
 
     hooks: Sequence[Callable[..., Any]]
     prompt_ids: np.ndarray
     output_ids: list[int]
-    logits: np.ndarray
 
     @classmethod
-    def of(cls, request: Request, logits: np.ndarray) -> _HookCall:
+    def of(cls, request: Request) -> _HookCall:
         assert request.prompt_ids is not None
         hooks = request.params.logits_processors
         assert isinstance(hooks, tuple)
-        return cls(hooks, request.prompt_ids, request.output_ids.tolist(), logits)
+        return cls(hooks, request.prompt_ids, request.output_ids.tolist())
 
 
-def _run_hooks(calls: Sequence[_HookCall]) -> list[InvalidRequest | None]:
-    """Call hooks, one request after the other; return whose fault ends their request."""
+def _run_hooks(
+    calls: Sequence[_HookCall], logits: np.ndarray
+) -> tuple[np.ndarray, list[InvalidRequest | None]]:
+    """Call hooks, one request after the other; return their rows, and whose fault is what."""
+    rows = np.array(logits, np.float32)  # their own
     faults: list[InvalidRequest | None] = []
-    for call in calls:
+    for call, row in zip(calls, rows, strict=True):
         try:
             for hook in call.hooks:
-                _run_hook(hook, call)
-        except Exception as error:  # noqa: BLE001  code of the user's
-            fault = InvalidRequest(
-                f"a logits processor failed: {type(error).__name__}: {error}",
-                param="logits_processors",
-            )
-            fault.__cause__ = error
-            call.logits[:] = 0.0
+                _run_hook(hook, call, row)
+        except BaseException as error:  # noqa: BLE001  the user's, in a thread: nobody cancels it
+            text = f"a logits processor failed: {_describe(error)}"
+            fault = InvalidRequest(text, param="logits_processors")
+            fault.__cause__ = error if isinstance(error, Exception) else None
+            row[:] = 0.0
             faults.append(fault)
         else:
             faults.append(None)
-    return faults
+    return rows, faults
 
 
-def _run_hook(hook: Callable[..., Any], call: _HookCall) -> None:
-    told = [call.output_ids.copy(), call.logits]
+def _describe(error: BaseException) -> str:
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:  # noqa: BLE001  what the user's own class raises
+        return name
+
+
+def _run_hook(hook: Callable[..., Any], call: _HookCall, logits: np.ndarray) -> None:
+    told = [call.output_ids.copy(), logits]
     if takes_prompt(hook):
         told.insert(0, call.prompt_ids.tolist())
     result = hook(*told)
     if result is not None:
         row = np.asarray(result, np.float32)
-        if row.shape != call.logits.shape:
-            raise ValueError(f"it returned shape {row.shape}, not {call.logits.shape}")
-        call.logits[:] = row
-    best = call.logits.max()
+        if row.shape != logits.shape:
+            raise ValueError(f"it returned shape {row.shape}, not {logits.shape}")
+        logits[:] = row
+    best = logits.max()
     if not np.isfinite(best):  # NaN, +inf, or nothing but -inf
         raise ValueError(f"it left logits whose maximum is {best}")
 

@@ -57,6 +57,10 @@ class Submission:
         self._max_model_len = max_model_len
         self._grammars = GrammarCompiler(tokenizer, spec.vocab_size, spec.eos_token_ids)
 
+    def close(self) -> None:
+        """Let the threads that compile grammars go."""
+        self._grammars.close()
+
     def submit(
         self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
     ) -> None:

@@ -71,7 +71,12 @@ class Scheduler:
         self._prompts = Prompts(num_slots, kv, self._slots)
         self._slots.on_release = self._prompts.give_back
         self._outcomes = Outcomes(
-            self._slots, self._prompts, finish=self.finish, length_limit=length_limit, clock=clock
+            self._slots,
+            self._prompts,
+            finish=self.finish,
+            length_limit=length_limit,
+            end_ids=self.eos_token_ids,
+            clock=clock,
         )
         self._admission = Admission(kv, self._slots, max_num_seqs=max_num_seqs)
         self._queue = self._admission.queue

@@ -11,7 +11,7 @@ from aneuron.errors import InvalidRequest
 from aneuron.outputs import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from aneuron.plans import ModelRunnerOutput, SchedulerOutput
     from aneuron.request import Request
@@ -31,6 +31,7 @@ class Outcomes:
         *,
         finish: Callable[..., None],
         length_limit: int,
+        end_ids: Container[int],
         clock: Callable[[], float],
     ) -> None:
         """Make one; `finish` is the scheduler's."""
@@ -38,6 +39,7 @@ class Outcomes:
         self._prompts = prompts
         self._finish = finish
         self._length_limit = length_limit
+        self._end_ids = end_ids
         self._clock = clock
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
@@ -77,9 +79,12 @@ class Outcomes:
         matcher = request.matcher
         if request.is_finished or matcher is None:
             return
-        matcher.advance(request.output_ids[-1])
+        token = request.output_ids[-1]
+        matcher.advance(token)
         if matcher.error is not None:
-            error = InvalidRequest(f"the grammar failed: {matcher.error}", param="grammar")
+            why = "; did hooks leave what it allows?" if request.params.logits_processors else ""
+            error = InvalidRequest(f"the grammar failed: {matcher.error}{why}", param="grammar")
             self._finish(request, FinishReason.ERROR, error=error)
         elif matcher.is_stopped:
+            request.last_is_end_id = token in self._end_ids  # also where they are ignored
             self._finish(request, FinishReason.STOP)

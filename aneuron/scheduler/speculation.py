@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Speculation", "Verification", "look_up"]
 
 _NGRAMS = (3, 2)  # tokens that must be the same, the longer first
+_MOST_TOKENS = 8192  # looked through, the latest: some 10 us
 
 
 class Verification(NamedTuple):
@@ -83,7 +84,7 @@ class Speculation:
         most = min(self._num_tokens, int(decodes.left[slot]) - 2, room - 1)
         if most < 1 or not _can_draft(request):
             return np.array(request.output_ids[-1:], np.int32)
-        ids = request.token_ids()
+        ids = _latest(request)
         return np.append(ids[-1:], look_up(ids, most))
 
     def settle(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -115,6 +116,14 @@ class Speculation:
             return None
         slots, counts = zip(*there, strict=True)
         return np.array(slots, np.int64), np.array(counts, np.int32)
+
+
+def _latest(request: Request) -> np.ndarray:
+    """Return the latest tokens of a request, int32 [at most _MOST_TOKENS]."""
+    told = np.asarray(request.output_ids[-_MOST_TOKENS:], np.int32)
+    assert request.prompt_ids is not None
+    missing = _MOST_TOKENS - len(told)
+    return np.concatenate([request.prompt_ids[-missing:], told]) if missing else told
 
 
 def _can_draft(request: Request) -> bool:

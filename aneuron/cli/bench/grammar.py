@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["grammar"]
 
 _WARMUP = 8
+_PROMPT_TOKENS = 16
 _MS = 1e3
 _MAX_TOKENS = 200
 # Long enough never to end while steps are measured.
@@ -67,7 +68,11 @@ def _is_person(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    return 1 <= len(value) <= 4 and all(one in ("red", "green", "blue") for one in value)
+    return (
+        isinstance(value, list)  # an object would be looked at by its keys
+        and 1 <= len(value) <= 4
+        and all(one in ("red", "green", "blue") for one in value)
+    )
 
 
 def _is_point(value: Any) -> bool:
@@ -152,9 +157,9 @@ def grammar(
     check_number("--steps", steps, at_least=10)
     check_number("--rounds", rounds)
     check_number("--answers", answers, at_most=1000)
-    check_kept("--steps", steps + _WARMUP + 2 * num_seqs)
-    loop = default_loop()
     case = _Case(profile, num_seqs, steps, rounds, model, answers)
+    check_kept("--steps", case.max_model_len)
+    loop = default_loop()
     result = run_on(loop, _measure(case))
     if as_json:
         show_json(result)
@@ -169,6 +174,16 @@ class _Case(NamedTuple):
     rounds: int
     model: str
     answers: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer: until the last prompt is in, the first ones decode alone."""
+        return _WARMUP + self.steps + 2 * self.num_seqs + 8
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens, and more than the steps of a round."""
+        return _PROMPT_TOKENS + self.max_tokens
 
 
 async def _measure(case: _Case) -> dict[str, Any]:
@@ -217,11 +232,10 @@ async def _round_ms(engine: Engine, case: _Case, params: dict[str, Any]) -> floa
     """Return milliseconds per step of steady decode with all sequences, in one window."""
     seen = engine.timeline.steps
     last_id = seen[-1].step_id if seen else 0
-    max_tokens = _WARMUP + case.steps + 2 * case.num_seqs + 8
     streams = [
         engine.generate(
-            prompt_token_ids=[100 + number] * 16, max_tokens=max_tokens, temperature=0.0,
-            seed=number, ignore_eos=True, **params,
+            prompt_token_ids=[number] * _PROMPT_TOKENS, max_tokens=case.max_tokens,
+            temperature=0.0, ignore_eos=True, **params,
         )
         for number in range(case.num_seqs)
     ]  # fmt: skip

@@ -21,6 +21,7 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
+from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from aneuron.engine import Engine
@@ -90,7 +91,7 @@ class _Case(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What an engine did."""
+    """What an engine did: rates and ids of the rounds that count, counts of all rounds."""
 
     tokens_per_s: list[float]
     token_ids: list[tuple[int, ...]]
@@ -100,7 +101,7 @@ class _Side(NamedTuple):
 
 
 async def _measure(case: _Case, rounds: int) -> tuple[_Side, _Side]:
-    """Return what the plain engine and the one that drafts did in the rounds that count."""
+    """Return what the plain engine did, and the one that drafts."""
     async with AsyncExitStack() as stack:
         engines = []
         for drafts in (False, True):
@@ -128,7 +129,13 @@ async def _ask(engine: Engine, max_tokens: int) -> tuple[float, tuple[int, ...]]
     completion = await stream
     took_s = monotonic() - started_s
     await engine.wait_idle()
-    return (max_tokens - 1) / took_s, tuple(completion.token_ids)
+    ids = tuple(completion.token_ids)
+    if len(ids) < max_tokens:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: behind the prompt there is room for {len(ids)}",
+            param="--max-tokens",
+        )
+    return (max_tokens - 1) / took_s, ids
 
 
 def _summary(plain: _Side, drafted: _Side) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def _show(model: str, plain: _Side, drafted: _Side, result: dict[str, Any], loop
     ]
     facts = [
         f"lookup over plain {result['speedup']:.2f}; ids identical: {result['identical']}",
-        f"{drafted.accepted} of {drafted.draft_tokens} drafted tokens came true",
+        f"{drafted.accepted} of {drafted.draft_tokens} drafted tokens came true, all rounds",
     ]
     columns = ("", "tokens/s", "least", "most", "steps")
     show_table(f"Prompt lookup, {model}, one greedy stream", columns, rows, loop=loop, facts=facts)
