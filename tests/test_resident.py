@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-import torch
 
 from aneuron import DeviceError, FinishReason, OutOfMemory
-from aneuron.models.sampling.sampler import sample
+from aneuron.models.sampling.host import draw, noise_of
 from aneuron.testing import (
     Const,
     Count,
@@ -150,18 +150,13 @@ def alone(asked: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def sampled_at(context_len: int, asked: dict[str, Any]) -> int:
-    logits = torch.full((1, 258), -10.0)
-    logits[0, : len(LOGITS)] = torch.tensor(LOGITS)
-    ids = sample(
-        logits,
-        torch.tensor([asked["temperature"]]),
-        torch.tensor([asked.get("top_k", 0)]),
-        torch.tensor([asked.get("top_p", 1.0)]),
-        torch.tensor([asked.get("min_p", 0.0)]),
-        torch.tensor([asked.get("seed", 0)]),
-        torch.tensor([context_len - 1]),
-    )
-    return int(ids[0])
+    logits = np.full(258, -10.0, np.float32)
+    logits[: len(LOGITS)] = LOGITS
+    if not asked["temperature"]:
+        return int(logits.argmax())
+    filters = asked.get("top_k", 0), asked.get("top_p", 1.0), asked.get("min_p", 0.0)
+    noise = noise_of(np.array([asked["seed"]]), np.array([context_len - 1]))
+    return draw(logits, asked["temperature"], *filters, float(noise[0]))
 
 
 @every_carry

@@ -53,6 +53,7 @@ STATE_COLUMNS = {
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
 _MAX_LOGPROBS = 20
+_LONG_FIELDS = ("logit_bias", "allowed_token_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class SamplingParams:
         frequency_penalty: taken off once for each time that they occurred, in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
             prompt or the answer so far, in [0.01, 100]; 1 changes nothing.
-        logit_bias: added to the logits of these ids, each in [-100, 100]; kept as pairs.
+        logit_bias: added to the logits of these ids, each in [-100, 100]; kept as pairs. An id
+            may be a string of digits, as in JSON.
         allowed_token_ids: only these ids may be drawn.
         bad_words: texts that never appear in the answer as tokens spell them.
         seed: the noise is a function of (seed, position), so a seeded request repeats;
@@ -123,7 +125,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     grammar: Grammar | Mapping[str, Any] | None = None
-    logits_processors: Callable[..., Any] | tuple[Callable[..., Any], ...] = ()
+    logits_processors: Callable[..., Any] | tuple[Callable[..., Any], ...] | None = ()
 
     def __post_init__(self) -> None:
         """Check every field and normalise sequences to tuples."""
@@ -179,8 +181,7 @@ class SamplingParams:
     def _check_guidance(self) -> None:
         if self.grammar is not None:
             object.__setattr__(self, "grammar", Grammar.of(self.grammar))
-        if self.logits_processors != ():
-            object.__setattr__(self, "logits_processors", check_hooks(self.logits_processors))
+        object.__setattr__(self, "logits_processors", check_hooks(self.logits_processors))
 
     @property
     def has_penalties(self) -> bool:
@@ -236,13 +237,29 @@ class SamplingParams:
                 )
         if params is None:
             return cls(**sampling)
-        return replace(params, **sampling) if sampling else params
+        return _overlay(params, sampling) if sampling else params
 
     def noise_seed(self, choice: int = 0) -> int:
         """Return the seed of a choice's noise as an int64: from the given one, or a fresh one."""
         if self.seed is None:
             return _NOISE.getrandbits(63)
         return (self.seed + choice + 2**63) % 2**64 - 2**63
+
+
+def _overlay(params: SamplingParams, sampling: dict[str, Any]) -> SamplingParams:
+    same: dict[str, Any] = {
+        name: value
+        for name in _LONG_FIELDS
+        if (value := getattr(params, name)) is not None and name not in sampling
+    }
+    if not same:
+        return replace(params, **sampling)
+    # They are in order already, and their check takes ms where they are long.
+    dropped: dict[str, Any] = dict.fromkeys(same)
+    made = replace(params, **dropped, **sampling)
+    for name, value in same.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 _RULES = {

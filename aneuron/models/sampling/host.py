@@ -1,14 +1,15 @@
 """From logits to token ids on the processor, row by row: a row pays for what it asks alone.
 
 Comes in: float32 logits in host memory and one column per sampling parameter. Goes out: one id a
-row, the same as `sampler.sample` draws. Nothing as long as the vocabulary is sorted: top-k and
-top-p look at the ids that can be in their sets. numpy, so that simulated models need no torch.
+row. A row's noise is a function of its seed and position alone, so its id does not depend on its
+neighbours or on padding. Nothing as long as the vocabulary is sorted: top-k and top-p look at
+the ids that can be in their sets. numpy, so that simulated models need no torch.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_finite", "draw", "noise_of", "sample_on_host"]
 
 _MIN_TEMPERATURE = 1e-10
-# SplitMix64's constants; see `sampler.uniform`.
+# SplitMix64's constants; see `noise_of`.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -61,7 +62,18 @@ def check_finite(best: np.ndarray) -> None:
 
 
 def noise_of(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return the noise of (seed, position): float64 [n] in [0, 1); as `sampler.uniform`."""
+    """Return the noise of (seed, position): multiples of 2^-52.
+
+    Two rounds of SplitMix64's finaliser (Steele, Lea and Flood 2014), one that scatters the seed
+    and one that scatters the position within the seed's stream.
+
+    Args:
+        seed: int64 [n].
+        position: int [n], 0 or more.
+
+    Returns:
+        float64 [n] in [0, 1).
+    """
     with np.errstate(over="ignore"):
         stream = _mix(seed.astype(np.int64).view(np.uint64) + _GOLDEN)
         bits = _mix(stream + (position.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -76,22 +88,45 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return mixed
 
 
+@overload
 def draw(
     row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, noise: float
-) -> int:
-    """Draw an id: temperature, then top-k, top-p and min-p, then inverse CDF.
+) -> int: ...
+
+
+@overload
+def draw(
+    row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, noise: np.ndarray
+) -> np.ndarray: ...
+
+
+def draw(
+    row: np.ndarray,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    noise: float | np.ndarray,
+) -> int | np.ndarray:
+    """Draw ids from one row: temperature, then top-k, top-p and min-p, then inverse CDF.
+
+    The kept set is that of a stable descending sort: ties go to the lowest id.
 
     Args:
         row: float32 [V]; -inf forbids an id.
         temperature: over 0.
         top_k: 0, -1 and V or more keep all.
         top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1]; 0 keeps all.
-        noise: in [0, 1).
+        min_p: in [0, 1], of the weight of the likeliest; 0 keeps all.
+        noise: in [0, 1); one, or float64 [n] for as many draws.
+
+    Returns:
+        An id, or int64 [n].
     """
     best = row.max()
     if not np.isfinite(best):  # nothing is left to draw from, or NaN
-        return int(row.argmax())
+        first = int(row.argmax())
+        return np.full(noise.shape, first) if isinstance(noise, np.ndarray) else first
     scaled = row - best
     scaled /= np.float32(max(temperature, _MIN_TEMPERATURE))
     ids = _kept(scaled, top_k, top_p)
@@ -99,8 +134,11 @@ def draw(
     if min_p > 0:
         weights *= weights >= np.float32(min_p)
     running = weights.cumsum(dtype=np.float64)  # a long tail of tiny ones would vanish in float32
-    at = int(running.searchsorted(noise * running[-1], side="right"))
-    at = min(at, len(running) - 1)
+    found = running.searchsorted(noise * running[-1], side="right")
+    if isinstance(noise, np.ndarray):
+        places: np.ndarray = np.minimum(found, len(running) - 1)
+        return places if ids is None else ids.take(places)
+    at = min(int(found), len(running) - 1)
     return at if ids is None else int(ids[at])
 
 
