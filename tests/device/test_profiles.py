@@ -50,11 +50,15 @@ GAPS_MS = {"micro": 0.37}
 
 
 def decode(rows: int) -> Any:
-    return SimpleNamespace(is_decode=True, num_rows=rows, positions=np.zeros(rows))
+    return SimpleNamespace(
+        is_decode=True, num_rows=rows, positions=np.zeros(rows), spec_decode_metadata=None
+    )
 
 
 def prefill(tokens: int) -> Any:
-    return SimpleNamespace(is_decode=False, num_rows=1, positions=np.zeros(tokens))
+    return SimpleNamespace(
+        is_decode=False, num_rows=1, positions=np.zeros(tokens), spec_decode_metadata=None
+    )
 
 
 def test_these_profiles_ship() -> None:
