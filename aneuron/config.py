@@ -21,6 +21,7 @@ __all__ = ["MOST_CELLS", "BatchShape", "Buckets", "EngineConfig", "EngineOptions
 _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": (None, "int8", "int4"),
     "scheduling_policy": ("fcfs", "priority"),
 }
 # Buffers are made for the largest step, and cells of the KV cache have int32 numbers.
@@ -46,6 +47,10 @@ class EngineConfig:
             best that the executables support, "host" belongs to the baseline.
         dtype: of the weights and the KV cache; "auto" is bfloat16 where the processor has
             it in hardware, else float32.
+        quantization: of the weights on a processor, "int8" or "int4"; None is none. Needs a
+            compiler on the machine, else it is left out; see docs/performance.md.
+        enforce_eager: compile nothing; slower on a processor.
+        num_threads: that compute on a processor; None takes one per core.
         max_model_len: longest context in tokens; None takes the model's own.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
@@ -76,6 +81,9 @@ class EngineConfig:
     async_scheduling: bool = True
     token_carry: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
+    enforce_eager: bool = False
+    num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -97,14 +105,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""
-        for name in ("async_scheduling", "enable_prefix_caching", "timeline"):
+        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false", param=name)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
+                known = ", ".join(map(str, allowed))
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
-                    param=name,
+                    f"{name} must be one of {known}, not {getattr(self, name)!r}", param=name
                 )
         self._check_counts()
         for name in ("step_timeout_s", "shutdown_s"):
@@ -118,7 +126,7 @@ class EngineConfig:
     def _check_counts(self) -> None:
         for name, most in _MOST.items():
             _check_count(name, getattr(self, name), high=most)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.max_waiting is not None:
@@ -177,6 +185,9 @@ class EngineOptions(TypedDict, total=False):
     """Settings beside the named ones; see `EngineConfig` for what each means."""
 
     dtype: str
+    quantization: str | None
+    enforce_eager: bool
+    num_threads: int | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

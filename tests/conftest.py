@@ -9,9 +9,13 @@ import pytest
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
+from aneuron.models.files.cache import cache_dir
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# The compiled library is that of the machine, whatever cache directory a test has.
+os.environ.setdefault("ANEURON_NATIVE_DIR", str(cache_dir() / "native"))
 # Before torch is first imported: a machine that runs tests has other work to do, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -84,3 +88,11 @@ def blocking_calls_raise() -> Iterator[BlockBuster]:
     detector.activate()
     yield detector
     detector.deactivate()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what real models run on first: all tests then see the same steps."""
+    if any(item.get_closest_marker("tiny") for item in session.items):
+        from aneuron.models.native.build import compile_library
+
+        compile_library()

@@ -25,6 +25,9 @@ class EngineSettings:
     Attributes:
         device: What runs it: auto, cpu, sim, or sim with a profile such as sim:micro.
         dtype: Of weights and KV cache: auto, float32 or bfloat16.
+        quantization: Of the weights: int8 or int4; none by default.
+        enforce_eager: Compile nothing; slower on a processor.
+        num_threads: That compute on a processor; one per core by default.
         max_model_len: Longest context in tokens; the model's own by default.
         revision: Branch, tag or commit of a Hugging Face id.
         async_scheduling: Schedule one step ahead, or run the synchronous baseline.
@@ -36,6 +39,9 @@ class EngineSettings:
 
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
+    enforce_eager: Annotated[bool, Parameter(negative="")] = False
+    num_threads: int | None = None
     max_model_len: int | None = None
     revision: str | None = None
     async_scheduling: bool = True

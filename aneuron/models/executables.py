@@ -1,164 +1,29 @@
-"""A loaded model and its executables: what a torch device launches.
+"""What a torch device launches: a step of a model, from ids to sampled ids.
 
-Comes in: a model directory, later each launch's `ModelInput`. Goes out: the sampled ids of
-a step, on the device. Loading blocks and runs in a thread; executables run on the device's
-launch thread, one at a time, since they share the KV cache.
+Comes in: each launch's `ModelInput`. Goes out: the sampled ids of the step, on the device.
+Executables run on the device's launch thread, one at a time, since they share the KV cache.
 """
 
 from __future__ import annotations
 
-import json
-from copy import copy
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from aneuron.device import SplitExecutable
-from aneuron.errors import ConfigError, OutOfMemory
-from aneuron.models.architecture import ModelConfig
 from aneuron.models.sampling.edits import edit_logits
 from aneuron.models.sampling.host import check_finite, sample_on_host
 from aneuron.models.sampling.logprobs import prompt_logprobs, raw_logprobs, sampled_logprobs
-from aneuron.models.sampling.slots import SlotState
-from aneuron.models.weights import kv_bytes_per_token, load_decoder
-from aneuron.plans import BlockCopies, Logits, ModelInput, ModelSpec, Sampled
+from aneuron.plans import Logits, ModelInput, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aneuron.models.decoder import Decoder
+    import numpy as np
 
-__all__ = ["TorchExecutable", "TorchModel"]
+    from aneuron.models.torch_model import TorchModel
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class TorchModel:
-    """A decoder with its KV cache, and one executable per bucket.
-
-    Attributes:
-        spec: what the engine needs to know.
-        config: the decoder's configuration.
-        decoder: the module.
-        k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim],
-            empty before `allocate_kv`.
-        slots: what the carry `resident` keeps per slot, likewise.
-    """
-
-    def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
-        self.spec = spec
-        self.config = decoder.config
-        self.decoder = decoder
-        self.k_caches: list[torch.Tensor] = []
-        self.v_caches: list[torch.Tensor] = []
-        self.slots = SlotState(0)
-        self._executables: dict[tuple[Any, ...], TorchExecutable] = {}
-
-    @classmethod
-    def load(cls, path: Path, *, dtype: str = "auto", name: str | None = None) -> TorchModel:
-        """Load a model directory: config.json, generation_config.json, safetensors.
-
-        Args:
-            path: the directory, in Hugging Face layout.
-            dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the processor multiplies
-                it natively (AVX512-BF16, AMX), else float32. Norms, the rope's angles and
-                sampling are float32 always.
-            name: the model's name in the spec; the directory's if None.
-
-        Raises:
-            ConfigError: a file is missing or corrupt, or the model is not supported.
-        """
-        torch_dtype = _torch_dtype(dtype)
-        path = Path(path)
-        raw = _read_json(path / "config.json")
-        config = ModelConfig.from_dict(raw)
-        generation = path / "generation_config.json"
-        sources = [_read_json(generation), raw] if generation.exists() else [raw]
-        spec = ModelSpec(
-            name=name or path.name,
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_model_len,
-            eos_token_ids=_eos_token_ids(sources, config.vocab_size),
-            kv_bytes_per_token=kv_bytes_per_token(config, torch_dtype),
-            dtype=str(torch_dtype).removeprefix("torch."),
-            has_slots=True,
-            has_logits=True,
-            has_masks=True,
-            verifies_drafts=True,
-            is_split=True,
-        )
-        return cls(spec, load_decoder(path, config, torch_dtype))
-
-    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
-        """Allocate the paged cache: `num_blocks` for requests and block 0, the null block.
-
-        Beside it the state of `num_slots` slots and a spare one. What was there before is
-        dropped with all it holds.
-
-        Raises:
-            ConfigError: a number is not positive.
-            OutOfMemory: the device has not that much memory.
-        """
-        for key, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ConfigError(f"{key} must be at least 1, not {value}", param=key)
-        self.discard()
-        config = self.config
-        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
-        self.k_caches = [self._zeros(shape) for _ in range(config.num_layers)]
-        self.v_caches = [self._zeros(shape) for _ in range(config.num_layers)]
-        self.slots = SlotState(num_slots)
-
-    def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
-        """Return it over a KV cache and slots of its own; the weights are shared.
-
-        Raises:
-            ConfigError: a number is not positive.
-            OutOfMemory: the device has not that much memory.
-        """
-        model = copy(self)
-        model.allocate_kv(num_blocks, block_size, num_slots)
-        return model
-
-    def executable(self, inputs: ModelInput) -> TorchExecutable:
-        """Return the executable for the bucket of `inputs`, the same one each time."""
-        num_rows, num_blocks = inputs.block_table.shape
-        sizes = len(inputs.positions), inputs.max_query_len, len(inputs.logits_indices)
-        bucket = (inputs.is_decode, *sizes, num_rows, num_blocks)
-        found = self._executables.get(bucket)
-        if found is None:
-            found = TorchExecutable(self, _name(inputs))
-            self._executables[bucket] = found
-        return found
-
-    def split(self, inputs: ModelInput) -> SplitExecutable:
-        """Return the parts of that executable."""
-        return self.executable(inputs).parts
-
-    def copy_blocks(self, copies: BlockCopies) -> None:
-        """Copy blocks of the cache, in all layers."""
-        sources, targets = _tensor(copies.sources), _tensor(copies.targets)
-        for cache in (*self.k_caches, *self.v_caches):
-            cache[targets] = cache[sources]
-
-    def discard(self) -> None:
-        """Drop the KV cache and the executables."""
-        self.k_caches, self.v_caches = [], []
-        self._executables = {}
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        weight = self.decoder.embed.weight
-        try:
-            # numpy's zeros are pages not yet committed; torch's would be written here,
-            # which took 15 s for a quarter of this machine's memory.
-            cells = np.zeros(shape, np.float32 if weight.dtype == torch.float32 else np.uint16)
-            return torch.from_numpy(cells).view(weight.dtype)
-        except (MemoryError, RuntimeError) as error:
-            self.discard()
-            message = f"no memory for a KV cache of {shape[0]} blocks"
-            raise OutOfMemory(message, device=str(weight.device)) from error
+__all__ = ["TorchExecutable", "bucket_name"]
 
 
 class _Part:
@@ -254,6 +119,11 @@ class TorchExecutable:
     def _decode(self, inputs: ModelInput, fed: torch.Tensor | None) -> Logits:
         """Return the logits of the samples, and what is wanted of prompts."""
         model = self._model
+        if (steps := model.steps_for(inputs)) is not None:
+            ids = self._input_ids(inputs, fed).numpy()
+            native = torch.from_numpy(steps.run(inputs, ids))
+            told = prompt_logprobs(lambda one: torch.from_numpy(steps.logits_of(one)), inputs)
+            return Logits(native, told)
         before = (
             self._input_ids(inputs, fed),
             _tensor(inputs.positions),
@@ -283,7 +153,8 @@ def _tensor(column: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(column)
 
 
-def _name(inputs: ModelInput) -> str:
+def bucket_name(inputs: ModelInput) -> str:
+    """Return what people call the bucket of a launch, such as `decode[r8,b16]`."""
     num_rows, num_blocks = inputs.block_table.shape
     sizes, num_samples = f"r{num_rows},b{num_blocks}", len(inputs.logits_indices)
     if num_samples != num_rows:
@@ -291,40 +162,3 @@ def _name(inputs: ModelInput) -> str:
     if not inputs.is_decode:
         sizes = f"t{len(inputs.positions)},s{inputs.max_query_len},{sizes}"
     return f"{'decode' if inputs.is_decode else 'prefill'}[{sizes}]"
-
-
-def _torch_dtype(dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        return torch.bfloat16 if _has_bfloat16() else torch.float32
-    if dtype not in _DTYPES:
-        message = f"dtype must be auto, {' or '.join(_DTYPES)}, not {dtype!r}"
-        raise ConfigError(message, param="dtype")
-    return _DTYPES[dtype]
-
-
-def _has_bfloat16() -> bool:
-    # Private, and the only probe that torch has; absent ones mean "no".
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}", param=file.name) from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold an object", param=file.name)
-    return value
-
-
-def _eos_token_ids(sources: list[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Return the end ids of the first source that has some, as `transformers` does."""
-    found = (source.get("eos_token_id") for source in sources)
-    value: Any = next((ids for ids in found if ids is not None), [])
-    ids = value if isinstance(value, list) else [value]
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            message = f"eos_token_id must be ids, not {value!r}"
-            raise ConfigError(message, param="eos_token_id")
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)

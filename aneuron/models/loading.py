@@ -160,12 +160,19 @@ def _load_torch(
     name: str, config: EngineConfig, revision: str | None, progress: Progress | None
 ) -> tuple[Model, Path]:
     from aneuron.models.catalog import resolve
-    from aneuron.models.executables import TorchModel
+    from aneuron.models.torch_model import TorchModel
 
     found = resolve(name, revision=revision, progress=progress)
     if progress is not None:
         progress("load", 0, None)
-    return TorchModel.load(found.path, dtype=config.dtype, name=found.name), found.path
+    return TorchModel.load(
+        found.path,
+        dtype=config.dtype,
+        name=found.name,
+        quantization=config.quantization,
+        enforce_eager=config.enforce_eager,
+        num_threads=config.num_threads,
+    ), found.path
 
 
 def _pool_size(model: Model, device: Device, config: EngineConfig, max_model_len: int) -> int:

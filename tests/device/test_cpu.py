@@ -174,7 +174,7 @@ def tiny_llama(into: Path) -> Any:
     import torch
     import transformers
 
-    from aneuron.models.executables import TorchModel
+    from aneuron.models.torch_model import TorchModel
 
     torch.manual_seed(11)
     config = transformers.LlamaConfig(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from aneuron.models.executables import TorchModel
+from aneuron.models.torch_model import TorchModel
 from aneuron.plans import ModelInput
 
 if TYPE_CHECKING:

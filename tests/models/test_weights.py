@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from aneuron.errors import ConfigError, OutOfMemory
 from aneuron.models import executables
-from aneuron.models.executables import TorchModel
+from aneuron.models.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from pathlib import Path

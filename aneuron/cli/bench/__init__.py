@@ -16,6 +16,9 @@ from aneuron.cli.bench.longprompt import longprompt
 from aneuron.cli.bench.lookup import lookup
 from aneuron.cli.bench.overlap import overlap
 from aneuron.cli.bench.prefix import prefix
+from aneuron.cli.bench.processor.peers import peers
+from aneuron.cli.bench.processor.quality import quality
+from aneuron.cli.bench.processor.throughput import throughput
 from aneuron.cli.bench.sampling import sampling
 
 __all__ = ["bench"]
@@ -30,3 +33,6 @@ bench.command(longprompt)
 bench.command(sampling)
 bench.command(grammar)
 bench.command(lookup)
+bench.command(throughput)
+bench.command(quality)
+bench.command(peers)

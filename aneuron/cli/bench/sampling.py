@@ -24,7 +24,7 @@ from aneuron.cli.bench.common import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aneuron.models.executables import TorchModel
+    from aneuron.models.torch_model import TorchModel
     from aneuron.plans import NewRequest, SchedulerOutput
 
 __all__ = ["sampling"]

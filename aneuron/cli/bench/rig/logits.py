@@ -15,7 +15,8 @@ import torch
 
 from aneuron.models.architecture import ModelConfig
 from aneuron.models.decoder import Decoder
-from aneuron.models.executables import TorchModel
+from aneuron.models.native.switch import WeightSource
+from aneuron.models.torch_model import TorchModel
 from aneuron.plans import ModelSpec
 
 if TYPE_CHECKING:
@@ -102,4 +103,4 @@ def logits_model(prepared: torch.Tensor, max_model_len: int) -> TorchModel:
         has_slots=True,
         has_logits=True,
     )
-    return TorchModel(spec, LogitsClock(config, prepared).eval())
+    return TorchModel(spec, config, WeightSource.of(LogitsClock(config, prepared).eval()))

@@ -1,0 +1,125 @@
+"""`aneuron bench throughput`, `quality` and `peers`, and `aneuron compile`, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from aneuron.cli.bench.processor import quality
+from aneuron.cli.bench.rig.words import word_tokenizer
+from aneuron.engine import Engine
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+
+pytestmark = [pytest.mark.tiny, pytest.mark.timeout(90)]
+
+SMALL = ("--concurrency=1,3", "--prompt-tokens=20,33", "--max-tokens=6", "--runs=1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = word_tokenizer()
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.tokenizer.save(str(path / "tokenizer.json"))
+    return str(path)
+
+
+def json_of(aneuron: Command, *arguments: str) -> Any:
+    result = aneuron(*arguments, "--json")
+    assert result.status == 0, result.err
+    return json.loads(result.out)
+
+
+@pytest.mark.parametrize("extra", [(), ("--quantization=int8",), ("--enforce-eager",)])
+def test_throughput(aneuron: Command, model: str, extra: tuple[str, ...]) -> None:
+    told = json_of(aneuron, "bench", "throughput", "--model", model, *SMALL, *extra)
+    cases = [(row["concurrency"], row["prompt_tokens"]) for row in told["rows"]]
+    assert cases == [(1, 20), (3, 20), (1, 33), (3, 33)]
+    for row in told["rows"]:
+        assert row["total_tokens_per_s"] > 0
+        assert row["decode_tokens_per_s"] > 0
+        assert row["ttft_ms"] > 0
+        assert 0 < row["itl_ms"]["p50"] <= row["itl_ms"]["p99"]
+        assert row["peak_rss_mib"] > 10
+        assert 0 < row["device_busy_share"] <= 1
+
+
+def test_peers(aneuron: Command, model: str) -> None:
+    told = json_of(aneuron, "bench", "peers", "--model", model, *SMALL, "--dtype=float32")
+    assert len(told["rows"]) == 4
+    for row in told["rows"]:
+        assert row["ratio"] == pytest.approx(row["aneuron"] / row["transformers"])
+
+
+def test_quality(aneuron: Command, model: str) -> None:
+    arguments = ("--tokens=200", "--piece=64")
+    told = json_of(aneuron, "bench", "quality", model, *arguments)
+    found = {row["kind"]: row["perplexity"] for row in told["rows"]}
+    assert list(found) == ["float32", "bfloat16", "int8", "int4"]
+    assert told["rows"][0]["over_first"] == 0
+    assert 0.5 < found["int8"] / found["float32"] < 2
+
+
+async def test_perplexity_is_that_of_a_forward_pass(model: str) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    costs: list[float] = []
+    for piece in (ids[:32], ids[32:64], ids[64:]):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([piece])).logits[0].log_softmax(-1)
+        costs += [-float(logits[at, token]) for at, token in enumerate(piece[1:])]
+    async with Engine(model, dtype="float32", enable_prefix_caching=False) as engine:
+        told = await quality._perplexity(engine, ids, 32)
+    assert told == pytest.approx(math.exp(sum(costs) / len(costs)), rel=1e-3)
+
+
+def test_the_text_is_long_and_the_same_each_time() -> None:
+    text = quality.documentation()
+    assert len(text) > 100_000
+    assert text == quality.documentation()
+
+
+def test_compile(aneuron: Command, model: str) -> None:
+    result = aneuron("compile", model, "--quantization=int4", "--dtype=bfloat16")
+    assert result.status == 0, result.err
+    assert "is ready after" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("throughput", "--concurrency=0"), "--concurrency"),
+        (("throughput", "--prompt-tokens=x"), "--prompt-tokens"),
+        (("throughput", "--max-tokens=1"), "--max-tokens"),
+        (("throughput", "--runs=0"), "--runs"),
+        (("peers", "--runs=0"), "--runs"),
+        (("quality", "--kinds=int3"), "--kinds"),
+        (("quality", "--piece=4"), "--piece"),
+        (("quality", "--tokens=10"), "--tokens"),
+    ],
+)
+def test_a_bad_option_is_named(aneuron: Command, arguments: tuple[str, ...], named: str) -> None:
+    result = aneuron("bench", *arguments)
+    assert result.status == 2
+    assert named in result.err
+
+
+def test_the_tables_say_what_they_were_measured_on(aneuron: Command, model: str) -> None:
+    told = aneuron("bench", "throughput", "--model", model, *SMALL)
+    assert told.status == 0, told.err
+    assert "processors" in told.out
+    assert "Throughput" in told.out

@@ -1,0 +1,362 @@
+"""Steps in C++: equal to the eager decoder, row by row the same in any company, and swapped in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from aneuron.config import BatchShape, EngineConfig
+from aneuron.errors import ConfigError
+from aneuron.models.native import build, store, switch
+from aneuron.models.native.library import load_library
+from aneuron.models.native.packing import KINDS, Packed, pack
+from aneuron.models.native.program import NativeDecoder, NativeSteps, packed_weights, part_kind
+from aneuron.models.torch_model import TorchModel
+from aneuron.plans import ModelInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aneuron.models.decoder import Decoder
+    from aneuron.models.native.library import Library
+
+pytestmark = [pytest.mark.tiny, pytest.mark.timeout(120)]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,  # no multiple of a panel
+    "hidden_size": 60,  # nor of 8
+    "intermediate_size": 72,  # nor of 16
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "eos_token_id": 198,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 50}),
+    "qwen2": ("Qwen2", {"head_dim": 16}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-sliding": ("Qwen3", {**SLIDING, "head_dim": 48}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "one-head": ("Llama", {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 1}),
+}
+BLOCK = 16
+NUM_BLOCKS = 120
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    path = build.compile_library()
+    if path is None:
+        pytest.fail("no compiler: install g++ to test what most users run")
+    return load_library(path)
+
+
+def make_model(family: str, into: Path, dtype: str = "float32") -> TorchModel:
+    torch.manual_seed(3)
+    name, extra = FAMILIES[family]
+    sizes = {**SIZES, **extra}
+    if name == "SmolLM3":
+        sizes["hidden_size"], sizes["head_dim"] = 96, 16
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    getattr(transformers, f"{name}ForCausalLM")(config).eval().save_pretrained(into)
+    model = TorchModel.load(into, dtype=dtype, enforce_eager=True)
+    model.allocate_kv(NUM_BLOCKS, BLOCK, 8)
+    return model
+
+
+def native_steps(
+    library: Library, decoder: Decoder, kind: str, *, num_threads: int = 2, garbage: float = np.nan
+) -> tuple[NativeSteps, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Steps over a cache whose every cell holds garbage."""
+    config = decoder.config
+    weights = NativeDecoder(config, kind, packed_weights(decoder, kind))
+    shape = (NUM_BLOCKS + 1, BLOCK, config.num_kv_heads, config.head_dim)
+    caches = [
+        (
+            torch.full(shape, garbage, dtype=weights.dtype),
+            torch.full(shape, garbage, dtype=weights.dtype),
+        )
+        for _ in range(config.num_layers)
+    ]
+    return NativeSteps(weights, library, caches, BLOCK, num_threads), caches
+
+
+class Rows:
+    """Rows of one batch, each with blocks of its own, in an order of their own."""
+
+    def __init__(self, lengths: list[int], *, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.ids = [rng.integers(0, 199, size=length + 40).tolist() for length in lengths]
+        free = (rng.permutation(NUM_BLOCKS) + 1).tolist()
+        self.blocks = [[free.pop() for _ in range(-(-(n + 40) // BLOCK))] for n in lengths]
+        self.computed = [0] * len(lengths)
+
+    def step(self, counts: dict[int, int]) -> ModelInput:
+        """The next tokens of some rows, in this order."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        start, last, table = [0], [], []
+        width = max(len(self.blocks[row]) for row in counts)
+        for row, count in counts.items():
+            for position in range(self.computed[row], self.computed[row] + count):
+                ids.append(self.ids[row][position])
+                positions.append(position)
+                slots.append(self.blocks[row][position // BLOCK] * BLOCK + position % BLOCK)
+            self.computed[row] += count
+            start.append(len(ids))
+            last.append(len(ids) - 1)
+            table.append(self.blocks[row] + [0] * (width - len(self.blocks[row])))
+        num = len(counts)
+        columns = {"input_ids": ids, "positions": positions, "slot_mapping": slots}
+        zeros = np.zeros(num, np.float32)
+        arrays: dict[str, Any] = {name: np.array(one, np.int32) for name, one in columns.items()}
+        return ModelInput(
+            is_decode=False, num_reqs=num, num_samples=num, num_tokens=len(ids),
+            max_query_len=max(2, *counts.values()), all_greedy=True,
+            **arrays,
+            query_start=np.array(start, np.int32), block_table=np.array(table, np.int32),
+            context_lens=np.array([self.computed[row] for row in counts], np.int32),
+            logits_indices=np.array(last, np.int32), prompt_lens=np.zeros(num, np.int32),
+            temperature=zeros, top_k=np.zeros(num, np.int32), top_p=zeros + 1, min_p=zeros,
+            seed=np.zeros(num, np.int64),
+        )  # fmt: skip
+
+
+# A chunk, the rest of it beside another's beginning, decodes, and a long one beside short ones.
+SCRIPT: list[dict[int, int]] = [
+    {0: 7}, {0: 26, 1: 3}, {1: 30, 2: 150}, {0: 1, 1: 1, 2: 1}, {2: 1, 0: 1}, {1: 5, 3: 1, 0: 1},
+]  # fmt: skip
+LENGTHS = [33, 33, 150, 1]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_float32_equals_the_eager_decoder(library: Library, family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    steps, _ = native_steps(library, model.decoder, "float32")
+    rows, twin = Rows(LENGTHS), Rows(LENGTHS)
+    for counts in SCRIPT:
+        inputs = rows.step(counts)
+        expected = model.split(inputs).forward(inputs, None).values
+        again = twin.step(counts)
+        told = torch.from_numpy(steps.run(again, again.input_ids)[: len(counts)].copy())
+        torch.testing.assert_close(told, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "qwen3"])  # the output layer is its own
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_fewer_bits_stay_near(library: Library, family: str, kind: str, tmp_path: Path) -> None:
+    """Near a decoder in float32 with the same rounded weights: what is left are activations."""
+    model = make_model(family, tmp_path, "bfloat16")
+    steps, _ = native_steps(library, model.decoder, kind)
+    exact = make_model(family, tmp_path / "exact")
+    for name, module in exact.decoder.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            columns, depth = module.weight.shape
+            part = part_kind(kind, name.rpartition(".")[2])
+            rounded = pack(module.weight.bfloat16(), part)
+            module.weight.copy_(unpack(rounded)[:columns, :depth])
+    rows, twin = Rows(LENGTHS), Rows(LENGTHS)
+    for counts in SCRIPT:
+        inputs, again = rows.step(counts), twin.step(counts)
+        expected = exact.split(inputs).forward(inputs, None).values
+        told = torch.from_numpy(steps.run(again, again.input_ids)[: len(counts)].copy())
+        assert torch.nn.functional.cosine_similarity(told, expected).min() > 0.99
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_row_is_the_same_in_any_company(
+    library: Library, kind: str, num_threads: int, tmp_path: Path
+) -> None:
+    """To the last bit: alone, beside up to 12 others, loud ones too, and cut into chunks."""
+    model = make_model("llama", tmp_path, "float32" if kind == "float32" else "bfloat16")
+    lengths = [21, *range(3, 15)]
+    alone: list[np.ndarray] = []
+    rows = Rows(lengths)
+    for row, length in enumerate(lengths):
+        steps, _ = native_steps(library, model.decoder, kind, num_threads=1)
+        inputs = rows.step({row: length})
+        alone.append(steps.run(inputs, inputs.input_ids)[0].copy())
+    steps, _ = native_steps(library, model.decoder, kind, num_threads=num_threads)
+    for company in range(1, len(lengths) + 1):
+        rows = Rows(lengths)
+        inputs = rows.step({row: lengths[row] for row in range(company)})
+        told = steps.run(inputs, inputs.input_ids)
+        for row in range(company):
+            np.testing.assert_array_equal(told[row], alone[row])
+    rows = Rows(lengths)
+    for begin in range(0, 21, 3):
+        inputs = rows.step({0: 3, **({1: 3} if begin == 0 else {})})
+        told = steps.run(inputs, inputs.input_ids)
+    np.testing.assert_array_equal(told[0], alone[0])
+
+
+def test_prompts_have_logits_of_any_token(library: Library, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    steps, _ = native_steps(library, model.decoder, "float32")
+    inputs = Rows([20]).step({0: 20})
+    last = steps.run(inputs, inputs.input_ids)[0].copy()
+    told = steps.logits_of(np.arange(20)).copy()
+    np.testing.assert_array_equal(told[19], last)
+    for count in (1, 7, 19):
+        rows = Rows([20])
+        part = rows.step({0: count})
+        np.testing.assert_array_equal(steps.run(part, part.input_ids)[0], told[count - 1])
+
+
+def test_a_running_model_changes_over_between_two_steps(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in ("float32", "bfloat16"):
+        model = make_model("qwen3", tmp_path / dtype, dtype)
+        source = switch.WeightSource(
+            tmp_path / dtype, model.config, model.decoder.embed.weight.dtype
+        )
+        changing = TorchModel(model.spec, model.config, source)
+        changing.allocate_kv(NUM_BLOCKS, BLOCK, 8)
+        rows, twin = Rows(LENGTHS), Rows(LENGTHS)
+        for number, counts in enumerate(SCRIPT):
+            if number == 3:
+                path = build.built_library()
+                assert path is not None
+                assert source._pack(path)
+            inputs, again = rows.step(counts), twin.step(counts)
+            expected = model.split(inputs).forward(inputs, None).values
+            told = changing.split(again).forward(again, None).values
+            assert (changing._steps is not None) == (number >= 3)
+            if dtype == "float32":
+                torch.testing.assert_close(told[: len(counts)], expected, rtol=2e-4, atol=2e-4)
+            else:
+                near = torch.nn.functional.cosine_similarity(told[: len(counts)], expected)
+                assert near.min() > 0.997
+
+
+def test_the_gil_is_free_while_a_step_runs(library: Library, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    steps, _ = native_steps(library, model.decoder, "float32", num_threads=1)
+    stop, worst_s = threading.Event(), 0.0
+
+    def run() -> None:
+        while not stop.is_set():
+            inputs = Rows([300]).step({0: 300})
+            steps.run(inputs, inputs.input_ids)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    last_s = time.perf_counter()
+    for _ in range(200):
+        time.sleep(0)
+        now_s = time.perf_counter()
+        worst_s, last_s = max(worst_s, now_s - last_s), now_s
+    stop.set()
+    thread.join()
+    assert worst_s < 0.1
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The matrix that is stored, float32 [N padded, K padded]; the slow way."""
+    rows = []
+    for panel in range(len(packed.data)):
+        for lane in range(32):
+            row = packed.data[panel, :, lane]
+            if packed.kind == "int4":
+                assert packed.scales is not None
+                assert packed.zeros is not None
+                both = torch.stack([row & 15, row >> 4], dim=1).flatten().float()
+                scale = packed.scales[panel, :, lane].float().repeat_interleave(packed.group)
+                zero = packed.zeros[panel, :, lane].float().repeat_interleave(packed.group)
+                rows.append(both * scale - zero)
+            elif packed.kind == "int8":
+                assert packed.scales is not None
+                scale = packed.scales[panel, :, lane].repeat_interleave(packed.group)
+                rows.append((row.flatten().float() - 128) * scale)
+            else:
+                rows.append(row.flatten().float())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_packing_keeps_the_weights(kind: str) -> None:
+    """What is stored is the matrix, to the kind's precision; read back here the slow way."""
+    weight = torch.randn(70, 100, generator=torch.Generator().manual_seed(0))
+    packed = pack(weight, kind, torch.arange(70.0))
+    rebuilt = unpack(packed)
+    tolerance = {"float32": 0.0, "bfloat16": 0.02, "int8": 0.02, "int4": 0.9}[kind]
+    torch.testing.assert_close(rebuilt[:70, :100], weight, rtol=0, atol=tolerance)
+    assert not rebuilt[70:].any()
+    assert packed.bias is not None
+    assert packed.bias.tolist() == [*range(70), *[0] * 26]
+
+
+def test_packed_weights_are_kept_and_mapped(
+    library: Library, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("ANEURON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_LEAST_BYTES", 0)
+    model = make_model("llama", tmp_path / "model")
+    file = store.packed_file(tmp_path / "model", "int8", "float32")
+    tensors = packed_weights(model.decoder, "int8")
+    store.save_packed(file, tensors, "int8")
+    again = store.load_packed(file)
+    assert again is not None
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    file.write_bytes(file.read_bytes()[:100])
+    assert store.load_packed(file) is None  # it is made again
+    assert store.load_packed(tmp_path / "nothing") is None
+    other = store.packed_file(tmp_path / "model", "int4", "float32")
+    assert other != file
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert store.packed_file(tmp_path / "model", "int8", "float32") != file
+
+
+def test_without_a_compiler_there_is_no_library(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
+    for name, path in (("CXX", "/nowhere"), ("PATH", str(tmp_path))):
+        monkeypatch.setenv(name, path)
+    build._compiler.cache_clear()
+    build._key.cache_clear()
+    try:
+        assert build.built_library() is None
+        assert build.compile_library() is None
+    finally:
+        monkeypatch.undo()
+        build._compiler.cache_clear()
+        build._key.cache_clear()
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
+    monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", ("--no-such-option",))
+    build._key.cache_clear()
+    try:
+        assert build.compile_library() is None
+        assert "compiling failed" in caplog.text
+        assert not list(tmp_path.glob("*.so"))
+    finally:
+        build._key.cache_clear()
+
+
+def test_settings_name_what_is_wrong() -> None:
+    for name, value in (("quantization", "int3"), ("num_threads", 0), ("enforce_eager", 1)):
+        options: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.build(options)
+        assert caught.value.param == name
+    assert BatchShape.of(EngineConfig(), 64).num_draft_tokens == 0
