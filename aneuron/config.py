@@ -31,6 +31,7 @@ _MOST = {
     "block_size": 2**16,
     "max_in_flight_steps": 64,
     "num_ranks": 4096,
+    "num_threads": 1024,
 }
 MOST_CELLS = 2**31 - 1
 _DRAFT_TOKENS = 4
@@ -125,8 +126,9 @@ class EngineConfig:
 
     def _check_counts(self) -> None:
         for name, most in _MOST.items():
-            _check_count(name, getattr(self, name), high=most)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads"):
+            if (value := getattr(self, name)) is not None:
+                _check_count(name, value, high=most)
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.max_waiting is not None:

@@ -310,6 +310,8 @@ async def tokenize(
     """
     if isinstance(prompt, str):
         return await tokenizer.encode(validate_text(prompt), check=check)
+    if (load_renderer := getattr(tokenizer, "load_renderer", None)) is not None:
+        await load_renderer()
     text = tokenizer.render_chat(prompt, **template_kwargs)
     return await tokenizer.encode_rendered(validate_text(text, param="messages"), check=check)
 

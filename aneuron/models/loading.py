@@ -170,6 +170,7 @@ def _load_torch(
         dtype=config.dtype,
         name=found.name,
         quantization=config.quantization,
+        block_size=config.block_size,
         enforce_eager=config.enforce_eager,
         num_threads=config.num_threads,
     ), found.path

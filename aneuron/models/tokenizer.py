@@ -8,7 +8,10 @@ that publishes tokens, once per token, and never waits.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ByteTokenizer", "HFTokenizer"]
 
 _MAX_RENDERED_CHARS = 2**21
+_RENDERER = "transformers.utils.chat_template_utils"
 
 # What untrusted template code may raise in the sandbox, beside jinja2's own errors.
 _TEMPLATE_FAULTS = (
@@ -89,9 +93,6 @@ class HFTokenizer:
         config = _read_json(path / "special_tokens_map.json")
         config |= _read_json(path / "tokenizer_config.json")
         template = _read_template(path, config)
-        if template is not None:
-            # Its import costs a second: here, rather than at the first chat on the loop.
-            import transformers.utils.chat_template_utils  # noqa: F401
         return cls(tokenizer, special_tokens=_named_tokens(config), chat_template=template)
 
     async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
@@ -116,6 +117,11 @@ class HFTokenizer:
             check(len(encoding))
         # A list of Python integers holds the loop 0.1 s per million; the only way out.
         return np.array(encoding.ids, dtype=np.int32)
+
+    async def load_renderer(self) -> None:
+        """Import what renders templates, off the loop: a second, at a process's first chat."""
+        if self.chat_template is not None and _RENDERER not in sys.modules:
+            await asyncio.to_thread(import_module, _RENDERER)
 
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs: Any

@@ -6,7 +6,9 @@ natively where that library is compiled, and eagerly until it is, or for ever (`
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -56,7 +58,7 @@ class TorchModel:
         self.spec = spec
         self.config = config
         self._source = source
-        self._num_threads = num_threads or torch.get_num_threads()
+        self._num_threads = num_threads or default_threads()
         self._steps: NativeSteps | None = None
         self._num_used = 1  # leading blocks that eager steps may have written
         self.k_caches: list[torch.Tensor] = []
@@ -72,6 +74,7 @@ class TorchModel:
         dtype: str = "auto",
         name: str | None = None,
         quantization: str | None = None,
+        block_size: int = 16,
         enforce_eager: bool = False,
         num_threads: int | None = None,
     ) -> TorchModel:
@@ -84,6 +87,7 @@ class TorchModel:
                 sampling are float32 always.
             name: the model's name in the spec; the directory's if None.
             quantization: of the matrices, int8 or int4, where steps run natively.
+            block_size: of the engine's cache.
             enforce_eager: run torch's operators one by one, and compile nothing.
             num_threads: that compute; None is torch's number.
 
@@ -110,7 +114,12 @@ class TorchModel:
             is_split=True,
         )
         source = WeightSource(
-            path, config, torch_dtype, quantization=quantization, is_eager=enforce_eager
+            path,
+            config,
+            torch_dtype,
+            quantization=quantization,
+            block_size=block_size,
+            is_eager=enforce_eager,
         )
         source.prepare()
         return cls(spec, config, source, num_threads=num_threads)
@@ -181,6 +190,8 @@ class TorchModel:
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         """Copy blocks of the cache, in all layers."""
+        if self._steps is None:  # a change-over must know of blocks that no table has yet
+            self._num_used = max(self._num_used, 1 + int(copies.targets.max()))
         sources, targets = map(torch.from_numpy, (copies.sources, copies.targets))
         for cache in (*self.k_caches, *self.v_caches):
             cache[targets] = cache[sources]
@@ -189,6 +200,7 @@ class TorchModel:
         """Drop the KV cache and the executables."""
         self.k_caches, self.v_caches = [], []
         self._executables = {}
+        self._steps = None
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         dtype = _DTYPES[self.spec.dtype]
@@ -201,6 +213,17 @@ class TorchModel:
             self.discard()
             message = f"no memory for a KV cache of {shape[0]} blocks"
             raise OutOfMemory(message, device="cpu") from error
+
+
+def default_threads() -> int:
+    """Return how many threads compute: torch's number, or as many as this process may run."""
+    allowed = [torch.get_num_threads()]
+    if hasattr(os, "sched_getaffinity"):
+        allowed.append(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):  # a container's share, if it has one
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("utf-8").split()
+        allowed.append(max(1, int(quota) // int(period)))
+    return min(allowed)
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:

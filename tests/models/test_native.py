@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from aneuron.models.native.library import load_library
 from aneuron.models.native.packing import KINDS, Packed, pack
 from aneuron.models.native.program import NativeDecoder, NativeSteps, packed_weights, part_kind
 from aneuron.models.torch_model import TorchModel
-from aneuron.plans import ModelInput
+from aneuron.plans import BlockCopies, ModelInput
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,11 +100,12 @@ def native_steps(
 class Rows:
     """Rows of one batch, each with blocks of its own, in an order of their own."""
 
-    def __init__(self, lengths: list[int], *, seed: int = 0) -> None:
+    def __init__(self, lengths: list[int], *, seed: int = 0, block: int = BLOCK) -> None:
+        self.size = block
         rng = np.random.default_rng(seed)
         self.ids = [rng.integers(0, 199, size=length + 40).tolist() for length in lengths]
         free = (rng.permutation(NUM_BLOCKS) + 1).tolist()
-        self.blocks = [[free.pop() for _ in range(-(-(n + 40) // BLOCK))] for n in lengths]
+        self.blocks = [[free.pop() for _ in range(-(-(n + 40) // block))] for n in lengths]
         self.computed = [0] * len(lengths)
 
     def step(self, counts: dict[int, int]) -> ModelInput:
@@ -116,7 +119,9 @@ class Rows:
             for position in range(self.computed[row], self.computed[row] + count):
                 ids.append(self.ids[row][position])
                 positions.append(position)
-                slots.append(self.blocks[row][position // BLOCK] * BLOCK + position % BLOCK)
+                slots.append(
+                    self.blocks[row][position // self.size] * self.size + position % self.size
+                )
             self.computed[row] += count
             start.append(len(ids))
             last.append(len(ids) - 1)
@@ -330,27 +335,100 @@ def test_without_a_compiler_there_is_no_library(monkeypatch: Any, tmp_path: Path
     monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
     for name, path in (("CXX", "/nowhere"), ("PATH", str(tmp_path))):
         monkeypatch.setenv(name, path)
-    build._compiler.cache_clear()
-    build._key.cache_clear()
-    try:
-        assert build.built_library() is None
-        assert build.compile_library() is None
-    finally:
-        monkeypatch.undo()
-        build._compiler.cache_clear()
-        build._key.cache_clear()
+    assert build.built_library() is None
+    assert build.compile_library() is None
 
 
 def test_a_compiler_that_fails_is_told(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
     monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "_FLAGS", ("--no-such-option",))
-    build._key.cache_clear()
-    try:
-        assert build.compile_library() is None
-        assert "compiling failed" in caplog.text
-        assert not list(tmp_path.glob("*.so"))
-    finally:
-        build._key.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'raise SystemExit(3)'")
+    assert build.compile_library() is None
+    assert "compiling failed" in caplog.text
+    assert not list(tmp_path.glob("*.so"))
+    assert not list(tmp_path.glob("compiling-*"))
+
+
+def test_a_library_that_others_can_write_is_not_used(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
+    path = build._path()
+    path.write_bytes(b"")
+    path.chmod(0o755)
+    assert build.built_library() == path
+    path.chmod(0o777)
+    assert build.built_library() is None
+
+
+def test_a_processor_without_kernels_compiles_nothing(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "has_kernels", lambda: False)
+    assert build.compile_library() is None
+
+
+@pytest.mark.parametrize("block", [16, 48, 80, 144, 256])
+def test_blocks_of_other_sizes(library: Library, block: int, tmp_path: Path) -> None:
+    """A chunk of keys may begin, or end, inside a block."""
+    model = make_model("llama", tmp_path)
+    model.allocate_kv(NUM_BLOCKS, block, 4)
+    config = model.config
+    weights = NativeDecoder(config, "float32", packed_weights(model.decoder, "float32"))
+    shape = (NUM_BLOCKS + 1, block, config.num_kv_heads, config.head_dim)
+    caches = [
+        (torch.full(shape, np.nan), torch.full(shape, np.nan)) for _ in range(config.num_layers)
+    ]
+    steps = NativeSteps(weights, library, caches, block, 2)
+    rows, twin = Rows([300], block=block), Rows([300], block=block)
+    for count in (299, 1, 1, 1):
+        inputs, again = rows.step({0: count}), twin.step({0: count})
+        expected = model.split(inputs).forward(inputs, None).values
+        told = torch.from_numpy(steps.run(again, again.input_ids)[:1].copy())
+        torch.testing.assert_close(told, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_change_over_knows_of_copied_blocks(library: Library, tmp_path: Path) -> None:
+    """Copied in the last eager step, and in no table before."""
+    model = make_model("llama", tmp_path)
+    source = switch.WeightSource(tmp_path, model.config, torch.float32)
+    changing = TorchModel(model.spec, model.config, source)
+    changing.allocate_kv(NUM_BLOCKS, BLOCK, 8)
+    rows, twin = Rows([40]), Rows([40])
+    copies = BlockCopies(np.array([rows.blocks[0][2]]), np.array([NUM_BLOCKS]))
+    for one, these in ((model, rows), (changing, twin)):
+        inputs = these.step({0: 40})
+        inputs.copies = copies
+        one.split(inputs).forward(inputs, None)
+        these.blocks[0][2] = NUM_BLOCKS
+    assert source._pack(build._path())
+    inputs, again = rows.step({0: 1}), twin.step({0: 1})
+    expected = model.split(inputs).forward(inputs, None).values
+    torch.testing.assert_close(
+        changing.split(again).forward(again, None).values, expected, rtol=2e-4, atol=2e-4
+    )
+    assert changing._steps is not None
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_nan_stays_nan(library: Library, kind: str, tmp_path: Path) -> None:
+    model = make_model("llama-bias", tmp_path, "float32" if kind == "float32" else "bfloat16")
+    steps, _ = native_steps(library, model.decoder, kind)
+    inputs = Rows([9, 9]).step({0: 9, 1: 9})
+    inputs.input_ids[3] = 150
+    others = inputs.input_ids[9:]
+    others[others == 150] = 151
+    steps._decoder.tensors["embedding"][150, 5] = np.nan
+    told = steps.run(inputs, inputs.input_ids)
+    assert np.isnan(told[0]).any()
+    assert np.isfinite(told[1]).all()
+
+
+def test_ids_outside_the_vocabulary_are_refused(library: Library, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    steps, _ = native_steps(library, model.decoder, "float32")
+    for bad in (-1, 199, 2**31 - 1):
+        inputs = Rows([9]).step({0: 9})
+        inputs.input_ids[4] = bad
+        with pytest.raises(IndexError):
+            steps.run(inputs, inputs.input_ids)
 
 
 def test_settings_name_what_is_wrong() -> None:
@@ -360,3 +438,27 @@ def test_settings_name_what_is_wrong() -> None:
             EngineConfig.build(options)
         assert caught.value.param == name
     assert BatchShape.of(EngineConfig(), 64).num_draft_tokens == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_plain_loops_give_nearly_the_same(
+    library: Library, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What processors without AVX-512 run; compiled here without asking for this one's vectors."""
+    target = tmp_path_factory.getbasetemp() / "plain.so"
+    if not target.exists():
+        flags = [one for one in build._FLAGS if one not in ("-march=native", "-O3")]
+        command = [*build._compilers()[0], "-O1", *flags, str(build._FOLDER / build._MAIN)]
+        subprocess.run([*command, "-o", str(target)], check=True, timeout=110)
+    plain = load_library(target)
+    assert not plain.has_avx512
+    model = make_model("llama", tmp_path, "float32" if kind == "float32" else "bfloat16")
+    fast, _ = native_steps(library, model.decoder, kind)
+    slow, _ = native_steps(plain, model.decoder, kind)
+    rows, twin = Rows(LENGTHS), Rows(LENGTHS)
+    for counts in SCRIPT:
+        inputs, again = rows.step(counts), twin.step(counts)
+        one = torch.from_numpy(fast.run(inputs, inputs.input_ids)[: len(counts)].copy())
+        other = torch.from_numpy(slow.run(again, again.input_ids)[: len(counts)].copy())
+        assert torch.nn.functional.cosine_similarity(one, other).min() > 0.999

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 from functools import lru_cache
 from itertools import pairwise
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from aneuron.cli.bench.rig.words import word_tokenizer
 from aneuron.errors import ConfigError, InvalidRequest
 from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
 
@@ -277,3 +280,25 @@ def test_byte_tokenizer_chat() -> None:
     assert text == "user: the cat\ntool: part\nassistant: "
     calls: list[dict[str, Any]] = [{"role": "assistant", "content": None, "tool_calls": [{}]}]
     assert ByteTokenizer().render_chat(calls, add_generation_prompt=False) == "assistant: \n"
+
+
+def test_transformers_is_imported_at_the_first_chat(tmp_path: Path) -> None:
+    """It takes a second and 30 MB; who never chats goes without."""
+    word_tokenizer().tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    script = """if True:
+        import asyncio, sys
+        from pathlib import Path
+        from aneuron.models.tokenizer import HFTokenizer
+        from aneuron.prompt import tokenize
+        made = HFTokenizer.load(Path(sys.argv[1]))
+        asyncio.run(tokenize(made, " the of"))
+        assert "transformers" not in sys.modules
+        told = asyncio.run(tokenize(made, [{"role": "user", "content": " the of"}]))
+        assert "transformers" in sys.modules
+        print(len(told))
+    """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("2\n", 0), done.stderr

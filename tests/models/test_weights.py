@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from aneuron.errors import ConfigError, OutOfMemory
-from aneuron.models import executables
+from aneuron.models import torch_model
 from aneuron.models.torch_model import TorchModel
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def test_caches_are_tensors_of_their_own(tmp_path: Path) -> None:
 def test_dtype_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path)
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(executables, "_has_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(torch_model, "_has_bfloat16", lambda native=native: native)
         assert load(path, "auto").decoder.embed.weight.dtype == expected
     with pytest.raises(ConfigError) as info:
         load(path, "float8")

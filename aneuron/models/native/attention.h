@@ -135,11 +135,11 @@ void attend(const Heads& h, const Cell* k_cache, const Cell* v_cache, int head,
         store(scores[i] + k, s);
         most = max(most, s);
       }
-      float peak = top(most) > best[i] ? top(most) : best[i];
-      if (peak == -INFINITY) {  // nothing of this chunk is the query's
+      if (to <= 0 || from >= padded) {  // nothing of this chunk is the query's
         for (int k = 0; k < padded; ++k) weights[i][k] = 0;
         continue;
       }
+      float peak = top(most) > best[i] ? top(most) : best[i];
       float shrink = best[i] == -INFINITY ? 0.0f : std::exp2(best[i] - peak);
       if (shrink != 1.0f)
         for (int d = 0; d < h.size; d += kLanes)
@@ -156,10 +156,11 @@ void attend(const Heads& h, const Cell* k_cache, const Cell* v_cache, int head,
       best[i] = peak;
     }
     const Cell* rows[Q];
-    for (int k = 0; k < count; k += h.block_size) {
+    // A chunk may begin inside a block.
+    for (int k = 0, here; k < count; k += here) {
       int64_t block = block_table[(chunk + k) / h.block_size];
       int offset = (chunk + k) % h.block_size;
-      int here = count - k < h.block_size - offset ? count - k : h.block_size - offset;
+      here = count - k < h.block_size - offset ? count - k : h.block_size - offset;
       const Cell* values = v_cache + (block * h.keys + head) * block_cells;
       for (int i = 0; i < Q; ++i) rows[i] = weights[i] + k;
       int d = 0;

@@ -1,8 +1,9 @@
 """The C++ library: compiled once for this processor, kept in the cache directory.
 
 Comes in: nothing but the sources beside this file. Goes out: a path to a shared library, or None
-where no compiler is found or it fails; the caller then goes on without. Blocking: a compiler runs
-for some ten seconds, at low priority, in a process of its own.
+where there can be none; the caller then goes on without. Blocking: a compiler runs for some ten
+seconds, at low priority. It is started by a process of its own (`python -m` this module), which
+ends what it began also if the one that asked for it is gone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
-import sysconfig
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,77 +32,77 @@ _logger = logging.getLogger("aneuron.native")
 _FOLDER = Path(__file__).parent
 _MAIN = "step.cpp"
 _SOURCES = (_MAIN, "attention.h", "matrix.h", "pool.h", "simd.h")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
+# Products and sums are fused where the sources say so and nowhere else: else a row's last bits
+# would depend on which loop the compiler happened to fuse.
+_FLAGS = (
+    "-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w",
+)  # fmt: skip
 _COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT_S = 300.0
+_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+_TIMEOUT_S = 600.0
 
 
 def built_library() -> Path | None:
-    """Return the library if it was compiled before, by this compiler for this processor."""
-    key = _key()
-    path = None if key is None else _path(key)
-    return path if path is not None and path.exists() else None
+    """Return the library if it was compiled before for this processor, and nobody else wrote it."""
+    path = _path()
+    return path if path.exists() and _is_ours(path) else None
 
 
 def compile_library() -> Path | None:
     """Return the library, compiling it if need be; None if that cannot be."""
-    key = _key()
-    if key is None:
+    if not has_kernels():
+        _logger.info("this processor lacks AVX-512 with VNNI and BF16: models run eagerly")
+        return None
+    if (path := built_library()) is not None:
+        return path
+    if not _compilers():
         _logger.info("no C++ compiler is installed: models run eagerly, which is slower")
         return None
-    path = _path(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock"), timeout=_TIMEOUT_S):
-            if not path.exists():
-                _compile(path)
-    except (OSError, Timeout, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        _logger.warning("compiling failed, models run eagerly: %s", str(detail)[:2000])
+        child = subprocess.run(  # noqa: S603  this module, by this interpreter
+            [sys.executable, "-m", __name__], check=False, capture_output=True, text=True,
+            timeout=2 * _TIMEOUT_S, stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is not for it
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        _logger.warning("compiling failed, models run eagerly: %s", error)
         return None
-    return path
+    if child.returncode != 0:
+        _logger.warning("compiling failed, models run eagerly: %s", child.stderr[-2000:])
+        return None
+    return built_library()
 
 
-def _path(key: str) -> Path:
+def has_kernels() -> bool:
+    """Whether there are kernels for this processor; plain loops would be slower than torch's."""
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return set(flags.split()) >= _NEEDED
+
+
+def _path() -> Path:
     folder = os.environ.get("ANEURON_NATIVE_DIR")
-    return (Path(folder) if folder else cache_dir() / "native") / f"aneuron-{key}.so"
+    return (Path(folder) if folder else cache_dir() / "native") / f"aneuron-{_key()}.so"
 
 
-def _compile(path: Path) -> None:
-    """Compile next to the place, and move it there: nobody meets half a library."""
-    compiler = _compiler()
-    assert compiler is not None
-    nice = shutil.which("nice")
-    before = [nice, "-n", "19"] if nice else []
-    with TemporaryDirectory(dir=path.parent) as folder:
-        target = Path(folder) / path.name
-        command = [*before, compiler, *_FLAGS, str(_FOLDER / _MAIN), "-o", str(target)]
-        subprocess.run(  # noqa: S603  a compiler of the user's own
-            command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
-        target.replace(path)
+def _is_ours(path: Path) -> bool:
+    """Whether only this user, or the administrator, can have written the file: it is code."""
+    facts = path.stat()
+    if os.name != "posix":
+        return True
+    if facts.st_uid in (os.geteuid(), 0) and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return True
+    _logger.warning("%s may have been written by somebody else, and is not used", path)
+    return False
 
 
 @cache
-def _compiler() -> str | None:
-    """Return the compiler's path; one that CXX names comes first."""
-    named = os.environ.get("CXX", "").split()
-    return next((found for one in (*named[:1], *_COMPILERS) if (found := shutil.which(one))), None)
-
-
-@cache
-def _key() -> str | None:
-    """Return what the library depends on, as a name; None without a compiler."""
-    compiler = _compiler()
-    if compiler is None:
-        return None
-    try:
-        version = subprocess.run(  # noqa: S603  likewise
-            [compiler, "--version"], check=True, capture_output=True, text=True, timeout=10.0
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    parts = [version, *_FLAGS, platform.machine(), _processor(), sysconfig.get_platform()]
+def _key() -> str:
+    """Return what the library depends on, as a name; not the compiler, which may be gone."""
+    parts = [*_FLAGS, platform.machine(), sys.platform, _processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for name in _SOURCES:
         digest.update((_FOLDER / name).read_bytes())
@@ -114,3 +117,59 @@ def _processor() -> str:
         return platform.processor()
     wanted = ("flags", "Features", "model name")
     return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))
+
+
+def _compilers() -> list[list[str]]:
+    """Return the commands of compilers that are there; one that CXX names comes first."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    commands = [named] if named and shutil.which(named[0]) else []
+    return commands + [[found] for one in _COMPILERS if (found := shutil.which(one))]
+
+
+# ── in the process that compiles ────────────────────────────────────────────────────────────
+
+
+def _main() -> str | None:
+    """Compile, unless another process did meanwhile; return what is wrong, or None."""
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if hasattr(os, "nice"):
+        os.nice(19)
+    fault: str | None = "no C++ compiler is installed"
+    try:
+        with FileLock(path.with_suffix(".lock"), timeout=_TIMEOUT_S):
+            if built_library() is not None:
+                return None
+            for left in path.parent.glob("compiling-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            for command in _compilers():
+                fault = _compile(command, path)
+                if fault is None:
+                    return None
+    except Timeout as error:
+        return str(error)
+    return fault
+
+
+def _compile(compiler: list[str], path: Path) -> str | None:
+    """Compile beside the place, and move it there: nobody meets half a library."""
+    with TemporaryDirectory(dir=path.parent, prefix="compiling-") as folder:
+        target = Path(folder) / path.name
+        command = [*compiler, *_FLAGS, str(_FOLDER / _MAIN), "-o", str(target)]
+        try:
+            done = subprocess.run(  # noqa: S603  a compiler of the user's own
+                command, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        if done.returncode != 0:
+            return f"{shlex.join(command)}: {done.stderr}"
+        target.chmod(0o755)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+        target.replace(path)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

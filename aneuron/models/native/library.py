@@ -10,6 +10,8 @@ import ctypes as c
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from aneuron.errors import ConfigError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -90,8 +92,15 @@ class Library:
         return function
 
     def new_pool(self, num_threads: int) -> Pool:
-        """Start threads that steps run on; the caller's own is one of them."""
-        return Pool(self._new_pool(num_threads), self._end_pool, num_threads)
+        """Start threads that steps run on; the caller's own is one of them.
+
+        Raises:
+            ConfigError: the system gives no more threads.
+        """
+        handle = self._new_pool(num_threads)
+        if not handle:
+            raise ConfigError(f"no {num_threads} threads can be started", param="num_threads")
+        return Pool(handle, self._end_pool, num_threads)
 
     def scratch_bytes(self, model: Decoder, num_tokens: int, num_rows: int) -> int:
         """Return the bytes of scratch memory that a step of this size needs."""

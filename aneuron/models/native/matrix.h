@@ -64,19 +64,26 @@ inline void convert_row(Kind kind, const float* from, int length, const Rows& to
   int groups = depth / to.group;
   for (int g = 0; g < groups; ++g) {
     int begin = g * to.group, end = begin + to.group < length ? begin + to.group : length;
-    F16 most = zero();
+    F16 most = zero(), bad = zero();  // NaN and infinity times 0 are NaN, which a maximum drops
     int k = begin;
-    for (; k + kLanes <= end; k += kLanes) most = max(most, magnitude(load(from + k)));
-    float peak = top(most);
-    for (; k < end; ++k) peak = std::fabs(from[k]) > peak ? std::fabs(from[k]) : peak;
-    float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+    for (; k + kLanes <= end; k += kLanes) {
+      most = max(most, magnitude(load(from + k)));
+      bad = fma(load(from + k), zero(), bad);
+    }
+    float peak = top(most), spoilt = sum(bad);
+    for (; k < end; ++k) {
+      peak = std::fabs(from[k]) > peak ? std::fabs(from[k]) : peak;
+      spoilt += from[k] * 0.0f;
+    }
+    bool is_sound = spoilt == 0.0f;
+    float inverse = is_sound && peak > 1e-30f ? 127.0f / peak : 0.0f;
     F16 factor = fill(inverse);
     for (k = begin; k + kLanes <= end; k += kLanes) store_rounded(out + k, mul(load(from + k), factor));
-    for (; k < end; ++k) out[k] = static_cast<int8_t>(std::nearbyint(from[k] * inverse));
+    for (; k < end; ++k) out[k] = is_sound ? static_cast<int8_t>(std::nearbyint(from[k] * inverse)) : 0;
     for (; k < begin + to.group; ++k) out[k] = 0;
     int32_t total = 0;
     for (k = begin; k < begin + to.group; ++k) total += out[k];
-    to.scales[static_cast<int64_t>(row) * groups + g] = peak / 127.0f;
+    to.scales[static_cast<int64_t>(row) * groups + g] = is_sound ? peak / 127.0f : NAN;
     to.sums[static_cast<int64_t>(row) * groups + g] = static_cast<float>(total);
   }
 }

@@ -16,18 +16,16 @@ namespace aneuron {
 class Pool {
  public:
   explicit Pool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
-    for (int thread = 1; thread < num_threads_; ++thread)
-      threads_.emplace_back([this, thread] { serve(thread); });
+    try {
+      for (int thread = 1; thread < num_threads_; ++thread)
+        threads_.emplace_back([this, thread] { serve(thread); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      is_closed_ = true;
-    }
-    news_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~Pool() { end(); }
 
   int num_threads() const { return num_threads_; }
 
@@ -65,6 +63,15 @@ class Pool {
 
  private:
   static constexpr int kSpins = 4000;
+
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_closed_ = true;
+    }
+    news_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
 
   void relax() {
     for (int spins = 0; spins < kSpins && running_.load(std::memory_order_acquire); ++spins) pause();

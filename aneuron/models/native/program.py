@@ -196,6 +196,11 @@ class NativeSteps:
             Valid until the next step.
         """
         tokens, rows, samples = inputs.num_tokens, inputs.num_reqs, inputs.num_samples
+        ids = input_ids[:tokens]
+        if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < self._decoder.config.vocab_size:
+            raise IndexError(
+                f"an id of the step is outside 0..{self._decoder.config.vocab_size - 1}"
+            )
         self._hidden = _at_least(self._hidden, tokens)
         self._logits = _at_least(self._logits, len(inputs.logits_indices))
         columns = (

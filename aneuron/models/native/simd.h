@@ -64,8 +64,9 @@ inline F16 keep_from(F16 a, int first, F16 other) {
   __mmask16 drop = first >= kLanes ? 0xffff : static_cast<__mmask16>((1u << first) - 1);
   return _mm512_mask_blend_ps(drop, a, other);
 }
-inline F16 exp2(F16 x) {  // 2^x for x <= 0 and near it; 0 below -126; 2 units in the last place
-  __m512 clamped = _mm512_max_ps(x, _mm512_set1_ps(-127.0f));
+// 2^x for x <= 0 and near it, to 2 units in the last place; 2^-127 below that; NaN stays NaN.
+inline F16 exp2(F16 x) {
+  __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);
   __m512 whole = _mm512_roundscale_ps(clamped, 0);
   __m512 part = _mm512_sub_ps(clamped, whole);
   __m512 y = _mm512_set1_ps(1.535336188e-4f);
@@ -135,7 +136,11 @@ inline F16 add(F16 a, F16 b) { ANEURON_EACH(a.v[i] + b.v[i]); }
 inline F16 sub(F16 a, F16 b) { ANEURON_EACH(a.v[i] - b.v[i]); }
 inline F16 mul(F16 a, F16 b) { ANEURON_EACH(a.v[i] * b.v[i]); }
 inline F16 div(F16 a, F16 b) { ANEURON_EACH(a.v[i] / b.v[i]); }
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline F16 fma(F16 a, F16 b, F16 c) { ANEURON_EACH(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+#else
 inline F16 fma(F16 a, F16 b, F16 c) { ANEURON_EACH(a.v[i] * b.v[i] + c.v[i]); }
+#endif
 inline F16 max(F16 a, F16 b) { ANEURON_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 magnitude(F16 a) { ANEURON_EACH(std::fabs(a.v[i])); }
 inline F16 keep_first(F16 a, int first, F16 other) { ANEURON_EACH(i < first ? a.v[i] : other.v[i]); }

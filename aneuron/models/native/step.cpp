@@ -318,7 +318,14 @@ class Work {
 
 extern "C" {
 
-void* aneuron_pool(int num_threads) { return new aneuron::Pool(num_threads); }
+// Null where the system gives no more threads.
+void* aneuron_pool(int num_threads) {
+  try {
+    return new aneuron::Pool(num_threads);
+  } catch (...) {
+    return nullptr;
+  }
+}
 
 void aneuron_end_pool(void* pool) { delete static_cast<aneuron::Pool*>(pool); }
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from aneuron.errors import ConfigError
 from aneuron.models.files.cache import cache_dir
 from aneuron.models.files.weight_files import weight_files
 
@@ -27,7 +28,7 @@ __all__ = ["load_packed", "packed_file", "save_packed"]
 
 _logger = logging.getLogger("aneuron.native")
 
-_FORMAT = "3"  # of the layouts; a change of packing.py that changes them changes this
+_CODE = ("packing.py", "program.py")  # what the layouts follow from
 _LEAST_BYTES = 2**24  # packed in no time
 _MOST_PLAIN_BYTES = 2**30  # unquantised weights are packed anew each time beyond this
 
@@ -39,11 +40,20 @@ def packed_file(folder: Path, kind: str, dtype: str) -> Path:
         folder: in Hugging Face layout.
         kind: of the matrices.
         dtype: of the embedding.
+
+    Raises:
+        ConfigError: one of its files is missing.
     """
-    digest = hashlib.sha256(f"{_FORMAT}\\0{kind}\\0{dtype}\\0{folder.resolve()}".encode())
+    parts = kind, dtype, str(folder.resolve())
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for name in _CODE:
+        digest.update((Path(__file__).parent / name).read_bytes())
     for file in sorted({folder / "config.json", *weight_files(folder)}):
-        facts = file.stat()
-        digest.update(f"{file.name}\\0{facts.st_size}\\0{facts.st_mtime_ns}".encode())
+        try:
+            facts = file.stat()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error}", param=file.name) from error
+        digest.update(f"{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
     return cache_dir() / "native" / f"{folder.name}-{kind}-{digest.hexdigest()[:20]}.safetensors"
 
 
@@ -71,10 +81,21 @@ def save_packed(file: Path, tensors: dict[str, torch.Tensor], kind: str) -> None
         os.close(descriptor)
         try:
             save_file({key: one.contiguous() for key, one in tensors.items()}, name)
+            Path(name).chmod(0o644)
             Path(name).replace(file)
+            _remove_older(file)
         except BaseException:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
             raise
     except (OSError, SafetensorError) as error:
         _logger.info("packed weights are not kept: %s", error)
+
+
+def _remove_older(file: Path) -> None:
+    """Remove what the same model was packed as before, of this kind."""
+    stem = file.name.rpartition("-")[0]
+    for other in file.parent.glob(f"{stem}-*{file.suffix}"):
+        if other != file:
+            with contextlib.suppress(OSError):
+                other.unlink()

@@ -45,6 +45,7 @@ class WeightSource:
         dtype: torch.dtype,
         *,
         quantization: str | None = None,
+        block_size: int = LANES,
         is_eager: bool = False,
     ) -> None:
         """Note where they are; nothing is read yet.
@@ -54,12 +55,13 @@ class WeightSource:
             config: of the model.
             dtype: of the weights, the embedding and the cache.
             quantization: of the packed matrices, int8 or int4.
+            block_size: of the engine's cache.
             is_eager: never compile nor pack anything.
         """
         self.ready: tuple[Library, NativeDecoder] | None = None
         self._folder, self._config, self._dtype = folder, config, dtype
         self._kind = quantization or _name(dtype)
-        self._is_eager = is_eager or not fits(config, LANES)
+        self._is_eager = is_eager or not fits(config, block_size)
         self._decoder: Decoder | None = None
 
     @classmethod
@@ -90,7 +92,6 @@ class WeightSource:
             _logger.warning("this model runs eagerly, and so without quantization")
         path = None if self._is_eager else built_library()
         if path is not None and self._pack(path):
-            self._decoder = None  # it has done its part, if it was there
             return
         _ = self.decoder
         if not self._is_eager:
@@ -98,15 +99,22 @@ class WeightSource:
 
     def _compile(self) -> None:
         path = compile_library()
-        if path is not None:
+        if path is None:
+            if self._kind != _name(self._dtype):
+                _logger.warning("without the library there is no quantization")
+            return
+        try:
             self._pack(path)
+        except Exception:  # a thread's own: nobody waits for it
+            _logger.exception("packing the weights failed, models run eagerly")
 
     def _pack(self, path: Path) -> bool:
         """Load or make the packed weights; return whether that worked."""
         try:
             library = load_library(path)
         except OSError as error:
-            _logger.warning("the compiled library does not load, models run eagerly: %s", error)
+            _logger.warning("the compiled library does not load, and is removed: %s", error)
+            path.unlink(missing_ok=True)
             return False
         file = packed_file(self._folder, self._kind, _name(self._dtype))
         tensors = load_packed(file)
@@ -114,6 +122,7 @@ class WeightSource:
             tensors = packed_weights(self.decoder, self._kind)
             save_packed(file, tensors, self._kind)
         self.ready = library, NativeDecoder(self._config, self._kind, tensors)
+        self._decoder = None  # it has done its part, if it was there
         return True
 
     def steps(

@@ -20,7 +20,7 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
-from aneuron.cli.bench.processor.throughput import measure_run, prompts_at_random
+from aneuron.cli.bench.processor.throughput import measure_run, prepare, prompts_at_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,7 @@ def peers(
     check_number("--runs", runs)
     cases = [(count, length, max_tokens) for length in lengths for count in counts]
     loop = default_loop()
+    prepare()
     tell(f"loading {model}, twice")
     generate = _transformers(model, dtype)
     options = {"dtype": dtype, "quantization": quantization}

@@ -19,6 +19,7 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
+from aneuron.cli.bench.processor.throughput import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,7 @@ def quality(
     if not wanted or not set(wanted) <= set(_KINDS):
         raise ConfigError(f"--kinds must be some of {', '.join(_KINDS)}", param="--kinds")
     loop = default_loop()
+    prepare()
     found = run_on(loop, _measure(model, wanted, tokens, piece))
     rows = [
         {"kind": kind, "perplexity": value, "over_first": value / found[wanted[0]] - 1}

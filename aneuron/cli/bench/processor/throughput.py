@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aneuron.engine import Engine
     from aneuron.stream import TokenStream
 
-__all__ = ["Run", "measure_run", "prompts_at_random", "throughput"]
+__all__ = ["Run", "measure_run", "prepare", "prompts_at_random", "throughput"]
 
 _MS = 1e3
 _LOWEST_ID = 100  # the first ids of most vocabularies are special
@@ -81,11 +81,20 @@ def throughput(
     }
     cases = [_Case(count, length, max_tokens) for length in lengths for count in counts]
     loop = default_loop()
+    prepare()
     rows = run_on(loop, _measure(model, options, cases, runs))
     if as_json:
         show_json({"model": model, "rows": rows})
     else:
         _show(model, rows, loop)
+
+
+def prepare() -> None:
+    """Compile what steps run on, so that none is measured before it has changed over."""
+    from aneuron.models.native.build import compile_library
+
+    tell("compiling, if need be")
+    compile_library()
 
 
 class _Case(NamedTuple):
