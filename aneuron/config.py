@@ -126,8 +126,8 @@ class EngineConfig:
 
     def _check_counts(self) -> None:
         for name, most in _MOST.items():
-            if (value := getattr(self, name)) is not None:
-                _check_count(name, value, high=most)
+            if name != "num_threads" or self.num_threads is not None:
+                _check_count(name, getattr(self, name), high=most)
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
