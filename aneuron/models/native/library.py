@@ -55,7 +55,7 @@ class Decoder(c.Structure):
 
     _fields_ = _fields(
         num_layers=_int, hidden_size=_int, intermediate_size=_int, vocab_size=_int, heads=Heads,
-        kind=_int, is_bf16=_int, eps=_float, rope_factor=_float, layers=c.POINTER(Layer),
+        is_bf16=_int, eps=_float, rope_factor=_float, layers=c.POINTER(Layer),
         inv_freq=_pointer, final_norm=_pointer, embedding=_pointer, head=Matrix,
     )  # fmt: skip
 

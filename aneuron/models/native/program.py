@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from aneuron.models.native import library as native
-from aneuron.models.native.packing import KINDS, Packed, interleave, pack
+from aneuron.models.native.packing import Packed, interleave, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class NativeDecoder:
         )
         return native.Decoder(
             config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size,
-            heads, KINDS[self.kind], int(self.dtype == torch.bfloat16), config.norm_eps,
+            heads, int(self.dtype == torch.bfloat16), config.norm_eps,
             config.rope.attention_factor, layers, tensors["inv_freq"].data_ptr(),
             tensors["norm"].data_ptr(), tensors["embedding"].data_ptr(),
             self._matrix("head", config.vocab_size, part_kind(self.kind, "head")),

@@ -22,8 +22,7 @@ struct Layer {
 struct Decoder {
   int32_t num_layers, hidden_size, intermediate_size, vocab_size;
   Heads heads;
-  int32_t kind;        // of the matrices
-  int32_t is_bf16;     // of the cache and the embedding
+  int32_t is_bf16;  // of the cache and the embedding
   float eps, rope_factor;
   const Layer* layers;
   const float* inv_freq;  // [D / 2]
