@@ -22,6 +22,7 @@ _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": (None, "int8", "int4"),
+    "kv_cache_dtype": ("auto", "int8"),
     "scheduling_policy": ("fcfs", "priority"),
 }
 # Buffers are made for the largest step, and cells of the KV cache have int32 numbers.
@@ -32,7 +33,9 @@ _MOST = {
     "max_in_flight_steps": 64,
     "num_ranks": 4096,
     "num_threads": 1024,
+    "interleaved_prefill_tokens": 2**20,
 }
+_OPTIONAL = ("num_threads", "interleaved_prefill_tokens")
 MOST_CELLS = 2**31 - 1
 _DRAFT_TOKENS = 4
 _MOST_DRAFT_TOKENS = 16
@@ -50,11 +53,17 @@ class EngineConfig:
             it in hardware, else float32.
         quantization: of the weights on a processor, "int8" or "int4"; None is none. Needs a
             compiler on the machine, else it is left out; see docs/performance.md.
+        kv_cache_dtype: of keys and values on a processor: "auto" is that of `dtype`, "int8" has
+            8 bits and a scale for each token and head, about half of bfloat16's memory.
         enforce_eager: compile nothing; slower on a processor.
         num_threads: that compute on a processor; None takes one per core.
         max_model_len: longest context in tokens; None takes the model's own.
         max_num_seqs: most requests in one step.
         max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
+        interleaved_prefill_tokens: the same for a step between those of many requests that decode:
+            the less, the shorter the gaps between their tokens, and the longer until others have
+            their first. While n decode it is `max_num_batched_tokens` / n, if that is more. None
+            takes 64 on a processor, elsewhere `max_num_batched_tokens`.
         max_waiting: most requests beside `max_num_seqs`, each choice counting as one; beyond,
             `generate` raises `Overloaded`. None is any number.
         scheduling_policy: "fcfs" serves first who came first; "priority" who has the lowest
@@ -83,11 +92,13 @@ class EngineConfig:
     token_carry: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    interleaved_prefill_tokens: int | None = None
     max_waiting: int | None = None
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
@@ -126,7 +137,7 @@ class EngineConfig:
 
     def _check_counts(self) -> None:
         for name, most in _MOST.items():
-            if name != "num_threads" or self.num_threads is not None:
+            if name not in _OPTIONAL or getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), high=most)
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
@@ -188,11 +199,13 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     enforce_eager: bool
     num_threads: int | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    interleaved_prefill_tokens: int | None
     max_waiting: int | None
     scheduling_policy: str
     enable_prefix_caching: bool

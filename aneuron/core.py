@@ -82,6 +82,7 @@ class EngineCore:
         self._idle = asyncio.Event()
         self._started, self._stopping = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._progressed_s: float | None = None  # None: idle
         self._deadline_s: float | None = None
         self._has_device = False
         self._device_closed: list[DeviceFuture] = []  # they resolve at its threads' ends
@@ -100,6 +101,8 @@ class EngineCore:
             kv,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            interleaved_prefill_tokens=config.interleaved_prefill_tokens
+            or loaded.models[0].spec.interleaved_prefill_tokens,
             length_limit=min(loaded.max_model_len, kv.capacity),
             eos_token_ids=loaded.models[0].spec.eos_token_ids,
             num_slots=shape.num_slots,
@@ -252,6 +255,7 @@ class EngineCore:
             else:
                 self._take_in(step.plan, output)
             self._num_in_flight -= 1
+            self._progressed_s = self._clock()
             self._watchdog.restart()
             self.notify()
             del step  # idle, nothing of it is kept
@@ -306,12 +310,15 @@ class EngineCore:
         self._changed.set()
         if not self._num_in_flight and self.is_idle:
             self._rest()
+        elif self._progressed_s is None:
+            self._progressed_s = self._clock()
 
     def _rest(self) -> None:
         self.scheduler.speculation.take_rejected()  # of requests that have ended
         self.runner.drain(self.scheduler.take_removed())
         self.timeline.rest()
         self._watchdog.rest()
+        self._progressed_s = None
         self._idle.set()
 
     def records(self) -> dict[str, int]:
@@ -353,4 +360,5 @@ class EngineCore:
             breaks=flow.breaks(),
             prompt_tokens=self.intake.num_prompt_tokens,
             generation_tokens=self.intake.num_generated,
+            stalled_s=0.0 if self._progressed_s is None else self._clock() - self._progressed_s,
         )

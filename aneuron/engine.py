@@ -21,7 +21,8 @@ from aneuron.intake import check_request
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams, check_deadline
-from aneuron.prompt import spell_bad_words, validate_messages, validate_text, validate_token_ids
+from aneuron.params.messages import Conversation
+from aneuron.prompt import spell_bad_words, validate_text, validate_token_ids
 from aneuron.request import make_request
 from aneuron.stream import Consumers, TokenStream
 from aneuron.stream.many import CompletionStream
@@ -29,15 +30,17 @@ from aneuron.submission import Submission
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
 
     from aneuron.device import Device, Model
+    from aneuron.errors import AneuronError
     from aneuron.models.catalog import Progress
     from aneuron.outputs import EngineStats
+    from aneuron.params.messages import Messages
     from aneuron.plans import ModelSpec
-    from aneuron.prompt import Messages, Tokenizer
+    from aneuron.prompt import Tokenizer
     from aneuron.request import Request
     from aneuron.timeline import Timeline
 
@@ -243,6 +246,10 @@ class Engine:
         messages: Messages,
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
@@ -253,6 +260,11 @@ class Engine:
         Args:
             messages: dicts with "role" and "content", oldest first.
             params: what to sample.
+            tools: that the model may call, as OpenAI has them; the template makes text of them.
+            add_generation_prompt: let the prompt end where an answer begins.
+            continue_final_message: let it end inside the last message, which the answer goes on
+                with; needs `add_generation_prompt=False`.
+            chat_template_kwargs: other variables of the template, such as `enable_thinking`.
             request_id: your name for it.
             priority: as in `generate`.
             deadline_s: likewise.
@@ -262,9 +274,13 @@ class Engine:
         """
         self._check_open()
         params = SamplingParams.build(params, sampling)
-        validate_messages(messages)
+        conversation = Conversation.of(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
         made = self._make_request(params, request_id, priority)
-        return self._submit(made, [dict(message) for message in messages], deadline_s)
+        return self._submit(made, conversation, deadline_s)
 
     def generate_many(
         self,
@@ -308,7 +324,7 @@ class Engine:
         )  # fmt: skip
 
     def _submit(
-        self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
+        self, request: Request, prompt: str | Conversation | np.ndarray, deadline_s: float | None
     ) -> TokenStream:
         self._submission.submit(request, prompt, deadline_s)
         return TokenStream(self, request)
@@ -340,6 +356,17 @@ class Engine:
         """Forget the content of all cached blocks; running requests are not touched."""
         self._check_open()
         self._core.scheduler.kv.reset()
+
+    @property
+    def is_open(self) -> bool:
+        """It takes requests: opened, not closed, and not failed."""
+        return self._state is _State.OPEN and self._core.failure is None
+
+    @property
+    def failure(self) -> AneuronError | None:
+        """What ended it, if that was no `aclose()`."""
+        found = None if self._supervisor is None else self._core.failure
+        return None if isinstance(found, EngineClosed) else found
 
     @property
     def device(self) -> Device:

@@ -171,6 +171,7 @@ class EngineStats:
         steps, decode_steps, async_steps, sync_fallback_steps: launched.
         breaks: by reason.
         prompt_tokens, generation_tokens: of requests admitted, and given out, so far.
+        stalled_s: seconds since a step was last taken in, or work came; 0.0 while idle.
     """
 
     running: int
@@ -191,6 +192,7 @@ class EngineStats:
     breaks: dict[str, BreakStats]
     prompt_tokens: int
     generation_tokens: int
+    stalled_s: float
 
     @property
     def used_blocks(self) -> int:

@@ -8,20 +8,23 @@ offer stands here; the ones that ship are in `models/tokenizer.py`.
 
 from __future__ import annotations
 
+import asyncio
 import numbers
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from aneuron.errors import ContextTooLong, InvalidRequest
 
+if TYPE_CHECKING:
+    from aneuron.params.messages import Conversation, Messages
+
 __all__ = [
     "Check",
     "Ids",
-    "Messages",
     "StreamDecoder",
     "Tokenizer",
     "check_choices",
@@ -29,20 +32,14 @@ __all__ = [
     "check_vocabulary",
     "spell_bad_words",
     "tokenize",
-    "validate_messages",
     "validate_text",
     "validate_token_ids",
 ]
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
-Messages = Sequence[Mapping[str, Any]]
 Check = Callable[[int], None]
 
 _IDS = "prompt_token_ids"
-# Chat templates are Python and run on the loop: 1,000 messages take 5 to 8 ms, a million
-# characters 40 ms (measured on 2 cores).
-_MAX_MESSAGES = 1024
-_MAX_CHARS = 2**20
 
 
 class StreamDecoder(Protocol):
@@ -173,57 +170,6 @@ def validate_text(prompt: object, *, param: str = "prompt") -> str:
     return prompt
 
 
-def validate_messages(messages: object) -> None:
-    """Check that a conversation is a list of dicts with a role and a content, of limited size.
-
-    Raises:
-        InvalidRequest: it is not; the message names the first entry at fault.
-    """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequest(
-            'messages must be a list such as [{"role": "user", "content": "Hi"}]',
-            param="messages",
-        )
-    if len(messages) > _MAX_MESSAGES:
-        raise InvalidRequest(
-            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are allowed",
-            param="messages",
-        )
-    num_chars = 0
-    for index, message in enumerate(messages):
-        fault = _message_fault(message)
-        if fault is not None:
-            raise InvalidRequest(f"messages[{index}] {fault}", param="messages")
-        num_chars += _content_size(message.get("content"))
-    if num_chars > _MAX_CHARS:
-        raise InvalidRequest(
-            f"messages hold {num_chars} characters; at most {_MAX_CHARS} are allowed",
-            param="messages",
-        )
-
-
-def _content_size(content: object) -> int:
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = (part.get("text") for part in parts)
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _message_fault(message: object) -> str | None:
-    if not isinstance(message, Mapping):
-        return f"must be a dict, not {type(message).__name__}"
-    if not isinstance(message.get("role"), str):
-        return 'needs a "role" that is a string'
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return None  # an assistant's turn may consist of calls alone
-    if isinstance(content, list):
-        sound = all(
-            isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in content
-        )
-        content = "" if sound else None
-    return None if isinstance(content, str) else 'needs a "content" that is a string or parts'
-
-
 def check_length(
     num_tokens: int, *, max_model_len: int, capacity: int, param: str = "prompt"
 ) -> None:
@@ -291,19 +237,17 @@ def check_vocabulary(ids: npt.NDArray[np.int32], *, vocab_size: int, param: str 
 
 async def tokenize(
     tokenizer: Tokenizer,
-    prompt: str | Messages,
+    prompt: str | Conversation,
     *,
     check: Check | None = None,
-    **template_kwargs: Any,
 ) -> npt.NDArray[np.int32]:
     """Return the ids of a text, or of messages put through the chat template.
 
     Args:
         tokenizer: the model's.
-        prompt: text, or messages.
+        prompt: text, or a conversation.
         check: called with the number of ids; what it raises comes out. With it
             (`check_length`) a far too long prompt is refused before it costs the loop time.
-        template_kwargs: for the chat template.
 
     Raises:
         InvalidRequest: the text or the messages are malformed, or there is no template.
@@ -312,7 +256,11 @@ async def tokenize(
         return await tokenizer.encode(validate_text(prompt), check=check)
     if (load_renderer := getattr(tokenizer, "load_renderer", None)) is not None:
         await load_renderer()
-    text = tokenizer.render_chat(prompt, **template_kwargs)
+    messages, kwargs = prompt.messages, prompt.template_kwargs
+    if prompt.is_long:
+        text = await asyncio.to_thread(tokenizer.render_chat, messages, **kwargs)
+    else:
+        text = tokenizer.render_chat(messages, **kwargs)
     return await tokenizer.encode_rendered(validate_text(text, param="messages"), check=check)
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from aneuron.intake import Intake
     from aneuron.kv_cache import KVCacheManager
     from aneuron.params import SamplingParams
+    from aneuron.params.messages import Conversation
     from aneuron.plans import ModelSpec
-    from aneuron.prompt import Messages, Tokenizer
+    from aneuron.prompt import Tokenizer
     from aneuron.request import Request
 
 __all__ = ["Submission"]
@@ -62,9 +63,9 @@ class Submission:
         self._grammars.close()
 
     def submit(
-        self, request: Request, prompt: str | Messages | np.ndarray, deadline_s: float | None
+        self, request: Request, prompt: str | Conversation | np.ndarray, deadline_s: float | None
     ) -> None:
-        """Take a request on; its prompt is text, messages, or ids int32 [tokens].
+        """Take a request on; its prompt is text, a conversation, or ids int32 [tokens].
 
         Raises:
             InvalidRequest: its name is in use, or it has a stop string that cannot be watched.
@@ -79,7 +80,7 @@ class Submission:
             self._intake.register(request, deadline_s=deadline_s)
             self._intake.prepare(request, partial(self._prepare, request, prompt))
 
-    async def _prepare(self, request: Request, prompt: str | Messages | np.ndarray) -> None:
+    async def _prepare(self, request: Request, prompt: str | Conversation | np.ndarray) -> None:
         grammar, ids = request.params.grammar, prompt
         if not isinstance(ids, np.ndarray):
             ids = await self._tokenized(request.params, ids)
@@ -91,7 +92,7 @@ class Submission:
             self._watch(request, ids)
             self._intake.admit(request, ids)
 
-    async def _tokenized(self, params: SamplingParams, prompt: str | Messages) -> np.ndarray:
+    async def _tokenized(self, params: SamplingParams, prompt: str | Conversation) -> np.ndarray:
         param = "prompt" if isinstance(prompt, str) else "messages"
         check = partial(self.check_length, params=params, param=param)
         ids = await tokenize(self._tokenizer, prompt, check=check)

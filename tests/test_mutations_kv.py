@@ -149,7 +149,7 @@ def preempt_all(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Scheduler, short: np.ndarray) -> np.ndarray:
         while len(self._order) > 1:
-            self._preempt(self._slots[max(self._order, key=self._rank_of)])
+            self._preempt(self._slots[max(self._order, key=self._slots.rank_of)])
         return make_room(self, short[self._decodes.active[short] > 0])
 
     patch.setattr(Scheduler, "_make_room", broken)

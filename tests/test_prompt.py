@@ -12,6 +12,7 @@ import pytest
 
 from aneuron.errors import ContextTooLong, InvalidRequest
 from aneuron.models.tokenizer import ByteTokenizer
+from aneuron.params.messages import Conversation
 from aneuron.prompt import check_length, tokenize, validate_text, validate_token_ids
 
 LONG = 2**70
@@ -117,7 +118,7 @@ def test_case_27_prompt_must_leave_room_for_one_token(length: int) -> None:
 async def test_tokenize_text_and_messages() -> None:
     tokenizer = ByteTokenizer(add_bos=True)
     assert (await tokenize(tokenizer, "Hi")).tolist() == [256, 72, 105]
-    ids = await tokenize(tokenizer, [{"role": "user", "content": "Hi"}])
+    ids = await tokenize(tokenizer, Conversation([{"role": "user", "content": "Hi"}]))
     assert bytes(ids.tolist()) == b"user: Hi\nassistant: "
 
 
@@ -140,8 +141,8 @@ async def test_tokenize_refuses_before_it_encodes() -> None:
         await tokenize(ByteTokenizer(), "\udc00")
     assert caught.value.param == "prompt"
     with pytest.raises(InvalidRequest) as caught:
-        await tokenize(ByteTokenizer(), [{"role": "user", "content": "\udc00"}])
+        await tokenize(ByteTokenizer(), Conversation([{"role": "user", "content": "\udc00"}]))
     assert caught.value.param == "messages"
     with pytest.raises(InvalidRequest) as caught:
-        await tokenize(ByteTokenizer(), [])
+        await tokenize(ByteTokenizer(), Conversation([]))
     assert caught.value.param == "messages"

@@ -17,7 +17,7 @@ from aneuron.scheduler import Scheduler
 
 def scheduler_of(
     *, num_blocks: int, block_size: int = 4, max_num_seqs: int = 4, budget: int = 64,
-    eos: tuple[int, ...] = (),
+    eos: tuple[int, ...] = (), interleaved: int | None = None,
 ) -> Scheduler:  # fmt: skip
     slots = max_num_seqs * 2
     kv = KVCacheManager(num_blocks, block_size, slots)
@@ -25,6 +25,7 @@ def scheduler_of(
         kv,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        interleaved_prefill_tokens=interleaved,
         length_limit=kv.capacity,
         eos_token_ids=eos,
         num_slots=slots,
@@ -225,3 +226,20 @@ def test_nobody_makes_way_for_what_they_hold_themselves() -> None:
     assert hog.state is RequestState.RUNNING
     run(200)
     assert {one.finish_reason for one in (hog, low, newcomer)} == {FinishReason.LENGTH}
+
+
+def test_a_prefill_between_decodes_is_short() -> None:
+    """All of the budget alone, a share beside few that decode, and never below the setting."""
+    scheduler = scheduler_of(num_blocks=400, max_num_seqs=12, budget=64, interleaved=10)
+    seen = []
+    for number in range(1, 10):
+        added(scheduler, number, 64, max_tokens=500)
+        counts = []
+        while scheduler._prompts.unfinished or scheduler.num_waiting:
+            plan = scheduled(scheduler)
+            if plan.is_prefill:
+                counts.append(int(plan.num_scheduled.sum()))
+            answer(scheduler, plan)
+        seen.append(counts)
+    assert seen[:3] == [[64], [64], [32, 32]]
+    assert seen[-1] == [10] * 6 + [4]

@@ -26,6 +26,7 @@ class EngineSettings:
         device: What runs it: auto, cpu, sim, or sim with a profile such as sim:micro.
         dtype: Of weights and KV cache: auto, float32 or bfloat16.
         quantization: Of the weights: int8 or int4; none by default.
+        kv_cache_dtype: Of keys and values: auto, as dtype, or int8.
         enforce_eager: Compile nothing; slower on a processor.
         num_threads: That compute on a processor; one per core by default.
         max_model_len: Longest context in tokens; the model's own by default.
@@ -40,6 +41,7 @@ class EngineSettings:
     device: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     enforce_eager: Annotated[bool, Parameter(negative="")] = False
     num_threads: int | None = None
     max_model_len: int | None = None

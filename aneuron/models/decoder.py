@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from aneuron.models.architecture import ModelConfig
 
-__all__ = ["Decoder"]
+__all__ = ["SCALE_BYTES", "Decoder"]
+
+SCALE_BYTES = 4  # of a float32, behind the 8-bit values of a key or value
 
 
 class _Step(NamedTuple):
@@ -42,8 +44,9 @@ class Decoder(nn.Module):
     """A dense Llama-family decoder over a paged KV cache.
 
     The cache of a layer is two tensors of its own, [num_blocks + 1, block_size,
-    num_kv_heads, head_dim] each; block 0 is the null block, into which padding writes and
-    which no request owns.
+    num_kv_heads, width] each, where the width is head_dim, or with 8 bits (uint8) that and the
+    bytes of a float32 scale: keys are scale * (byte - 128), values scale * signed byte. Block 0
+    is the null block, into which padding writes and which no request owns.
 
     No garbage reaches a row, not even NaN: a key position past a row's context is read
     from the row's own first token instead of from the cache slot there, so all that is
@@ -88,7 +91,7 @@ class Decoder(nn.Module):
             context_lens: int [R], tokens in the cache after this step, at least 1.
             logits_indices: int [S], tokens whose logits are wanted; with T == R and one token a
                 row they are all, in order.
-            k_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim].
+            k_caches: per layer [num_blocks + 1, block_size, num_kv_heads, width].
             v_caches: like k_caches.
             max_query_len: most tokens of one row. With 1 and T == R, token r is row r's.
 
@@ -212,10 +215,10 @@ class _Attention(nn.Module):
             rotated = self.qk_norm(rotated)
         if self.use_rope:
             rotated = rotate(rotated, step.cos, step.sin)
-        k_cache.index_put_(step.write_index, rotated[:, self.num_heads :])
-        v_cache.index_put_(step.write_index, heads[:, -self.num_kv_heads :])
-        keys = k_cache.flatten(0, 1).index_select(0, step.key_slots)
-        values = v_cache.flatten(0, 1).index_select(0, step.key_slots)
+        k_cache.index_put_(step.write_index, _to_cells(rotated[:, self.num_heads :], k_cache, 128))
+        v_cache.index_put_(step.write_index, _to_cells(heads[:, -self.num_kv_heads :], v_cache, 0))
+        keys = _from_cells(k_cache.flatten(0, 1).index_select(0, step.key_slots), heads.dtype, 128)
+        values = _from_cells(v_cache.flatten(0, 1).index_select(0, step.key_slots), heads.dtype, 0)
         mixed = self._attend(rotated[:, : self.num_heads], keys, values, step)
         return self.out(mixed)  # type: ignore[no-any-return]
 
@@ -271,6 +274,26 @@ class _RMSNorm(nn.Module):
 
 def _linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=bias)
+
+
+def _to_cells(heads: torch.Tensor, cache: torch.Tensor, zero: int) -> torch.Tensor:
+    """Return keys or values [T, Hkv, D] as the cache has them; in 8 bits where that is uint8."""
+    if cache.dtype != torch.uint8:
+        return heads
+    heads = heads.float()
+    scales = heads.abs().amax(-1, keepdim=True) / 127
+    stored = (heads / scales.clamp(min=1e-32)).round().nan_to_num().to(torch.int16) + zero
+    # The lowest byte of a negative number is what int8 has.
+    return torch.cat(((stored & 0xFF).to(torch.uint8), scales.view(torch.uint8)), -1)
+
+
+def _from_cells(cells: torch.Tensor, dtype: torch.dtype, zero: int) -> torch.Tensor:
+    """Return keys or values [n, Hkv, D] of cells [n, Hkv, width]."""
+    if cells.dtype != torch.uint8:
+        return cells
+    stored, scales = cells[..., :-SCALE_BYTES], cells[..., -SCALE_BYTES:]
+    signed = stored.float() - zero if zero else stored.view(torch.int8).float()
+    return (signed * scales.contiguous().view(torch.float32)).to(dtype)
 
 
 def _write_index(slot_mapping: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

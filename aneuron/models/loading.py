@@ -170,6 +170,7 @@ def _load_torch(
         dtype=config.dtype,
         name=found.name,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         enforce_eager=config.enforce_eager,
         num_threads=config.num_threads,

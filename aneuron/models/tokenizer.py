@@ -20,13 +20,15 @@ import numpy.typing as npt
 from aneuron.detokenize import ByteStream, HFStream
 from aneuron.errors import ConfigError, InvalidRequest
 from aneuron.models.spelling import ByteLevelPieces, BytePieces, spell_byte, speller
-from aneuron.prompt import Check, Ids, Messages, StreamDecoder, validate_messages
+from aneuron.params.messages import Messages, validate_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     import tokenizers
+
+    from aneuron.prompt import Check, Ids, StreamDecoder
 
 __all__ = ["ByteTokenizer", "HFTokenizer"]
 

@@ -22,7 +22,7 @@ from aneuron.models.executables import TorchExecutable, bucket_name
 from aneuron.models.native.program import fits
 from aneuron.models.native.switch import WeightSource
 from aneuron.models.sampling.slots import SlotState
-from aneuron.models.weights import kv_bytes_per_token
+from aneuron.models.weights import kv_bytes_per_token, kv_width
 from aneuron.plans import ModelSpec
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchModel"]
 
+# Computed in about the time of a decode step of 32 rows and 600 tokens of context.
+_INTERLEAVED_TOKENS = 64
+_CELLS = {1: np.uint8, 2: np.uint16, 4: np.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,7 +45,7 @@ class TorchModel:
     Attributes:
         spec: what the engine needs to know.
         config: the decoder's configuration.
-        k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim],
+        k_caches, v_caches: per layer [num_blocks + 1, block_size, num_kv_heads, width],
             empty before `allocate_kv`.
         slots: what the carry `resident` keeps per slot, likewise.
     """
@@ -53,8 +56,10 @@ class TorchModel:
         config: ModelConfig,
         source: WeightSource,
         *,
+        kv_dtype: torch.dtype | None = None,
         num_threads: int | None = None,
     ) -> None:
+        self._kv_dtype = kv_dtype or _DTYPES[spec.dtype]
         self.spec = spec
         self.config = config
         self._source = source
@@ -74,6 +79,7 @@ class TorchModel:
         dtype: str = "auto",
         name: str | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         block_size: int = 16,
         enforce_eager: bool = False,
         num_threads: int | None = None,
@@ -87,6 +93,7 @@ class TorchModel:
                 sampling are float32 always.
             name: the model's name in the spec; the directory's if None.
             quantization: of the matrices, int8 or int4, where steps run natively.
+            kv_cache_dtype: `int8` keeps keys and values in 8 bits; `auto` is as `dtype`.
             block_size: of the engine's cache.
             enforce_eager: run torch's operators one by one, and compile nothing.
             num_threads: that compute; None is torch's number.
@@ -95,6 +102,7 @@ class TorchModel:
             ConfigError: a file is missing or corrupt, or the model is not supported.
         """
         torch_dtype = _torch_dtype(dtype)
+        kv_dtype = torch.uint8 if kv_cache_dtype == "int8" else torch_dtype
         path = Path(path)
         raw = _read_json(path / "config.json")
         config = ModelConfig.from_dict(raw)
@@ -105,13 +113,14 @@ class TorchModel:
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len,
             eos_token_ids=_eos_token_ids(sources, config.vocab_size),
-            kv_bytes_per_token=kv_bytes_per_token(config, torch_dtype),
+            kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
             dtype=str(torch_dtype).removeprefix("torch."),
             has_slots=True,
             has_logits=True,
             has_masks=True,
             verifies_drafts=True,
             is_split=True,
+            interleaved_prefill_tokens=_INTERLEAVED_TOKENS,
         )
         source = WeightSource(
             path,
@@ -122,7 +131,7 @@ class TorchModel:
             is_eager=enforce_eager,
         )
         source.prepare()
-        return cls(spec, config, source, num_threads=num_threads)
+        return cls(spec, config, source, kv_dtype=kv_dtype, num_threads=num_threads)
 
     @property
     def decoder(self) -> Decoder:
@@ -144,7 +153,7 @@ class TorchModel:
                 raise ConfigError(f"{key} must be at least 1, not {value}", param=key)
         self.discard()
         config = self.config
-        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        shape = (num_blocks + 1, block_size, config.num_kv_heads, kv_width(config, self._kv_dtype))
         self.k_caches = [self._zeros(shape) for _ in range(config.num_layers)]
         self.v_caches = [self._zeros(shape) for _ in range(config.num_layers)]
         self.slots = SlotState(num_slots)
@@ -203,12 +212,11 @@ class TorchModel:
         self._steps = None
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        dtype = _DTYPES[self.spec.dtype]
         try:
             # numpy's zeros are pages not yet committed; torch's would be written here,
             # which took 15 s for a quarter of this machine's memory.
-            cells = np.zeros(shape, np.float32 if dtype == torch.float32 else np.uint16)
-            return torch.from_numpy(cells).view(dtype)
+            cells = np.zeros(shape, _CELLS[self._kv_dtype.itemsize])
+            return torch.from_numpy(cells).view(self._kv_dtype)
         except (MemoryError, RuntimeError) as error:
             self.discard()
             message = f"no memory for a KV cache of {shape[0]} blocks"

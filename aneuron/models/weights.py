@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from aneuron.errors import ConfigError
-from aneuron.models.decoder import Decoder
+from aneuron.models.decoder import SCALE_BYTES, Decoder
 from aneuron.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aneuron.models.architecture import ModelConfig
 
-__all__ = ["kv_bytes_per_token", "load_decoder"]
+__all__ = ["kv_bytes_per_token", "kv_width", "load_decoder"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HEAD = "lm_head.weight"
@@ -42,8 +42,14 @@ class _Part:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that one token takes in the K and V caches of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Return the bytes that one token takes in the K and V caches, of `dtype`, of all layers."""
+    cells = 2 * config.num_layers * config.num_kv_heads
+    return cells * kv_width(config, dtype) * dtype.itemsize
+
+
+def kv_width(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the cells of one key or value: head_dim, and with 8 bits those of its scale."""
+    return config.head_dim + (SCALE_BYTES if dtype == torch.uint8 else 0)
 
 
 def load_decoder(path: Path, config: ModelConfig, dtype: torch.dtype) -> Decoder:

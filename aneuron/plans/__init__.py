@@ -270,6 +270,8 @@ class ModelSpec:
     has_masks: bool = False  # and take `ModelInput.edits`, for grammars
     verifies_drafts: bool = False  # and take `ModelInput.spec_decode_metadata`
     is_split: bool = False  # and come in two parts, too: forward and sampling; for hooks
+    # Most prompt tokens in a step beside decodes, where time grows with each; None: any number.
+    interleaved_prefill_tokens: int | None = None
 
 
 # ── device → runner ─────────────────────────────────────────────────────────────────────

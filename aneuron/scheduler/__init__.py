@@ -56,19 +56,21 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         num_slots: int,
         clock: Callable[[], float],
+        interleaved_prefill_tokens: int | None = None,
         num_draft_tokens: int = 0,
     ) -> None:
         """Make an empty scheduler; `clock` gives the time in seconds for request records."""
         self.kv = kv
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.length_limit = length_limit
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock
         self._order: list[int] = []  # slots of running requests, as admitted
         self._removed: list[int] = []  # slots that left since the last plan
         self._slots = SlotTable(num_slots)
-        self._prompts = Prompts(num_slots, kv, self._slots)
+        most = max_num_batched_tokens
+        budget = most, min(interleaved_prefill_tokens or most, most)
+        self._prompts = Prompts(num_slots, kv, self._slots, budget)
         self._slots.on_release = self._prompts.give_back
         self._outcomes = Outcomes(
             self._slots,
@@ -188,10 +190,10 @@ class Scheduler:
         if not (self._prompts.unfinished or self._queue):
             return None
         self._make_way()  # first: who goes is not planned here any more
-        chunks = Chunks(self.max_num_batched_tokens)
+        chunks = self._prompts.chunks(self._decodes.num_active)
         new: list[NewRequest] = []
         for slot in tuple(self._prompts.unfinished):
-            self._admit(chunks, new, ahead_of=self._rank_of(slot))
+            self._admit(chunks, new, ahead_of=self._slots.rank_of(slot))
             self._prompts.resume(slot, chunks)
         self._admit(chunks, new)
         if not chunks.slots:
@@ -239,9 +241,6 @@ class Scheduler:
                 one.first_scheduled_s = now_s
             self._slots.set_stop_ids(one.slot, one.params.stop_token_ids + one.end_ids)
             self._order.append(one.slot)
-
-    def _rank_of(self, slot: int) -> tuple[int, int]:
-        return rank(self._slots[slot])
 
     def _fork(self, slot: int, new: list[NewRequest]) -> Fork:
         """Wake the choices that waited for this prompt."""
@@ -326,7 +325,7 @@ class Scheduler:
         """
         kv, wanting = self.kv, set(short.tolist())
         coming = kv.coming_free(self._slots.leaving)
-        running, victims = sorted(self._order, key=self._rank_of), []
+        running, victims = sorted(self._order, key=self._slots.rank_of), []
         while kv.num_free + coming.count < len(wanting) and len(running) > 1:
             slot = running.pop()
             coming.add(slot)
@@ -334,7 +333,8 @@ class Scheduler:
             wanting.discard(slot)
             victims.append(self._slots[slot])
         self._preempt_all(victims)
-        first = sorted((slot for slot in wanting if self._decodes.active[slot]), key=self._rank_of)
+        first = [slot for slot in wanting if self._decodes.active[slot]]
+        first.sort(key=self._slots.rank_of)
         return np.array(first[: kv.num_free], np.int64)
 
     def _preempt_all(self, victims: Iterable[Request]) -> None:

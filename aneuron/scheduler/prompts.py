@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aneuron.scheduler.waiting import rank
-
 if TYPE_CHECKING:
     from aneuron.kv_cache import KVCacheManager
     from aneuron.plans import Fork, SchedulerOutput
@@ -55,8 +53,11 @@ class Chunks:
 class Prompts:
     """Columns over slots, int32: tokens planned, tokens of steps that resolved, and the end."""
 
-    def __init__(self, num_slots: int, kv: KVCacheManager, slots: SlotTable) -> None:
-        """Make empty columns."""
+    def __init__(
+        self, num_slots: int, kv: KVCacheManager, slots: SlotTable, budget: tuple[int, int]
+    ) -> None:
+        """Make empty columns; the budget is that of `chunks`: alone, and between decodes."""
+        self._most, self._most_between = budget
         self._kv = kv
         self._slots = slots
         self.planned = np.zeros(num_slots, np.int32)
@@ -71,7 +72,11 @@ class Prompts:
         for one in (request, *request.unforked):
             self.planned[one.slot] = self.written[one.slot] = done
             self.end[one.slot] = num_tokens
-        insort(self.unfinished, request.slot, key=lambda slot: rank(self._slots[slot]))
+        insort(self.unfinished, request.slot, key=self._slots.rank_of)
+
+    def chunks(self, num_decodes: int) -> Chunks:
+        """Return an empty step; the more requests that decode wait for it, the smaller."""
+        return Chunks(max(self._most_between, self._most // max(1, num_decodes)))
 
     def resume(self, slot: int, chunks: Chunks) -> None:
         """Go on with a prompt that was cut."""

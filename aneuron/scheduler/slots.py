@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aneuron.scheduler.waiting import rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,6 +72,10 @@ class SlotTable:
         self.request_ids[slot] = request.request_id
         request.slot = slot
         return slot
+
+    def rank_of(self, slot: int) -> tuple[int, int]:
+        """Return its request's place in line; see `rank`."""
+        return rank(self[slot])
 
     def __getitem__(self, slot: int) -> Request:
         """Return the request that holds a slot."""

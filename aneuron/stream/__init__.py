@@ -234,6 +234,24 @@ class TokenStream:
         self._failure = None
         self.cancel()
 
+    async def take(self, most: int = _YIELD_EVERY) -> list[Token]:
+        """Return the next item and all others that are there already; nothing at the end.
+
+        Raises what iterating does, once what came before has been given out.
+        """
+        try:
+            items = [await self.__anext__()]
+            while len(items) < most and self._has_item():
+                items.append(await self.__anext__())
+        except StopAsyncIteration:
+            return []
+        return items
+
+    def _has_item(self) -> bool:
+        """Whether the next item is there, and no error."""
+        requests = [reader.request for reader in self._live]
+        return not any(one.error for one in requests) and any(one.is_ready for one in self._live)
+
     # ── awaiting ────────────────────────────────────────────────────────────────────────
 
     def __await__(self) -> Generator[Any, None, Completion]:

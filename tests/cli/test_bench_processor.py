@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 
-from aneuron.cli.bench.processor import quality
+from aneuron.cli.bench.processor import engines, quality
 from aneuron.cli.bench.rig.words import word_tokenizer
 from aneuron.engine import Engine
 
 if TYPE_CHECKING:
+    from aneuron.cli.bench.processor.engines import Generate, Wanted
     from tests.cli.conftest import Command
 
 pytestmark = [pytest.mark.tiny, pytest.mark.timeout(90)]
@@ -58,11 +60,126 @@ def test_throughput(aneuron: Command, model: str, extra: tuple[str, ...]) -> Non
         assert 0 < row["device_busy_share"] <= 1
 
 
-def test_peers(aneuron: Command, model: str) -> None:
-    told = json_of(aneuron, "bench", "peers", "--model", model, *SMALL, "--dtype=float32")
+def test_transformers_is_a_peer(aneuron: Command, model: str) -> None:
+    options = ("--model", model, *SMALL, "--dtype=float32", "--peers=transformers")
+    told = json_of(aneuron, "bench", "peers", *options)
+    assert told["peers"] == {
+        "transformers": {
+            "package": "transformers", "version": transformers.__version__, "kind": "float32"
+        }
+    }  # fmt: skip
+    assert told["missing"] == {}
     assert len(told["rows"]) == 4
     for row in told["rows"]:
+        assert row["best"] == "transformers"
         assert row["ratio"] == pytest.approx(row["aneuron"] / row["transformers"])
+
+
+Calls = list[tuple[str, list[list[int]], int]]
+
+
+class FakePeer:
+    """Answers in the given time; `package` decides whether it is installed."""
+
+    def __init__(self, name: str, package: str, took_s: float, calls: Calls) -> None:
+        self.name = name
+        self.package = package
+        self._took_s = took_s
+        self._calls = calls
+
+    def kind(self, wanted: Wanted) -> str:
+        return f"Q-{wanted.quantization or wanted.dtype}"
+
+    def load(self, wanted: Wanted) -> Generate:
+        assert wanted.max_num_seqs == 3
+        assert wanted.max_model_len == 33 + 6
+
+        def generate(prompts: list[list[int]], max_tokens: int) -> float:
+            self._calls.append((self.name, prompts, max_tokens))
+            return self._took_s
+
+        return generate
+
+
+class BrokenPeer(FakePeer):
+    def load(self, wanted: Wanted) -> Generate:
+        raise self._error
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(name, "numpy", 1.0, [])
+        self._error = error
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Put peers of known speed in place of the real ones; return what they are asked."""
+    seen: Calls = []
+    peers = (
+        FakePeer("slow", "numpy", 0.5, seen), FakePeer("fast", "torch", 0.25, seen),
+        FakePeer("absent", "aneuron-has-no-such-peer", 0.1, seen),
+        BrokenPeer("unfit", engines.Unavailable("it needs another file")),
+        BrokenPeer("unsound", ImportError("its library is gone")),
+    )  # fmt: skip
+    monkeypatch.setattr(engines, "PEERS", peers)
+    return seen
+
+
+def test_peers_take_turns_on_the_same_prompts(aneuron: Command, model: str, calls: Calls) -> None:
+    told = json_of(aneuron, "bench", "peers", "--model", model, *SMALL[:-1], "--runs=2")
+    assert [name for name, _, _ in calls] == ["slow", "fast"] * 8
+    for (_, slow, new), (_, fast, _) in zip(calls[::2], calls[1::2], strict=True):
+        assert slow == fast
+        assert new == 6
+    shapes = [(len(prompts), len(prompts[0])) for _, prompts, _ in calls[::4]]
+    assert shapes == [(1, 20), (3, 20), (1, 33), (3, 33)]
+    assert calls[0][1] != calls[2][1], "each run has prompts of its own"
+    for row in told["rows"]:
+        assert row["slow"] == pytest.approx(row["concurrency"] * 6 / 0.5)
+        assert row["fast"] == pytest.approx(row["concurrency"] * 6 / 0.25)
+        assert row["best"] == "fast"
+        assert row["ratio"] == pytest.approx(row["aneuron"] / row["fast"])
+
+
+def test_peers_that_are_missing_are_told(aneuron: Command, model: str, calls: Calls) -> None:
+    told = json_of(aneuron, "bench", "peers", "--model", model, *SMALL, "--quantization=int8")
+    assert told["kind"] == "int8"
+    assert list(told["peers"]) == ["slow", "fast"]
+    assert told["peers"]["fast"] == {
+        "package": "torch", "version": version("torch"), "kind": "Q-int8"
+    }  # fmt: skip
+    assert told["missing"] == {
+        "absent": "aneuron-has-no-such-peer is not installed",
+        "unfit": "it needs another file",
+        "unsound": "its library is gone",
+    }
+
+
+def test_the_table_of_peers(aneuron: Command, model: str, calls: Calls) -> None:
+    told = aneuron("bench", "peers", "--model", model, *SMALL)
+    assert told.status == 0, told.err
+    assert "Q-bfloat16" in told.out
+    assert f"peers: numpy {version('numpy')}, torch {version('torch')}" in told.out
+    assert "without absent: aneuron-has-no-such-peer is not installed" in told.out
+    assert "without unfit: it needs another file" in told.out
+
+
+def test_peers_can_be_chosen(aneuron: Command, model: str, calls: Calls) -> None:
+    told = json_of(aneuron, "bench", "peers", "--model", model, *SMALL, "--peers=slow")
+    assert {name for name, _, _ in calls} == {"slow"}
+    assert told["missing"] == {}
+    assert {row["best"] for row in told["rows"]} == {"slow"}
+    assert all("fast" not in row for row in told["rows"])
+
+
+@pytest.mark.parametrize("names", ["absent", "slow,absent", "slow,unfit", "slow,nobody", ""])
+def test_a_peer_that_is_named_must_be_there(
+    aneuron: Command, model: str, calls: Calls, names: str
+) -> None:
+    told = aneuron("bench", "peers", "--model", model, *SMALL, f"--peers={names}")
+    assert told.status == 2
+    assert "--peers" in told.err
+    assert (names.rpartition(",")[2] or "slow") in told.err
+    assert calls == []
 
 
 def test_quality(aneuron: Command, model: str) -> None:
@@ -107,6 +224,9 @@ def test_compile(aneuron: Command, model: str) -> None:
         (("throughput", "--max-tokens=1"), "--max-tokens"),
         (("throughput", "--runs=0"), "--runs"),
         (("peers", "--runs=0"), "--runs"),
+        (("peers", "--dtype=float16"), "--dtype"),
+        (("peers", "--quantization=int3"), "--quantization"),
+        (("peers", "--gguf=none.gguf"), "--gguf"),
         (("quality", "--kinds=int3"), "--kinds"),
         (("quality", "--piece=4"), "--piece"),
         (("quality", "--tokens=10"), "--tokens"),

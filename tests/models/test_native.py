@@ -20,6 +20,7 @@ from aneuron.models.native.library import load_library
 from aneuron.models.native.packing import KINDS, Packed, pack
 from aneuron.models.native.program import NativeDecoder, NativeSteps, packed_weights, part_kind
 from aneuron.models.torch_model import TorchModel
+from aneuron.models.weights import kv_width
 from aneuron.plans import BlockCopies, ModelInput
 
 if TYPE_CHECKING:
@@ -81,17 +82,21 @@ def make_model(family: str, into: Path, dtype: str = "float32") -> TorchModel:
 
 
 def native_steps(
-    library: Library, decoder: Decoder, kind: str, *, num_threads: int = 2, garbage: float = np.nan
+    library: Library,
+    decoder: Decoder,
+    kind: str,
+    *,
+    num_threads: int = 2,
+    cells: torch.dtype | None = None,
 ) -> tuple[NativeSteps, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Steps over a cache whose every cell holds garbage."""
+    """Steps over a cache whose every cell holds garbage: NaN, with 8 bits as scales."""
     config = decoder.config
     weights = NativeDecoder(config, kind, packed_weights(decoder, kind))
-    shape = (NUM_BLOCKS + 1, BLOCK, config.num_kv_heads, config.head_dim)
+    cells = cells or weights.dtype
+    shape = (NUM_BLOCKS + 1, BLOCK, config.num_kv_heads, kv_width(config, cells))
+    garbage = 255 if cells == torch.uint8 else np.nan
     caches = [
-        (
-            torch.full(shape, garbage, dtype=weights.dtype),
-            torch.full(shape, garbage, dtype=weights.dtype),
-        )
+        (torch.full(shape, garbage, dtype=cells), torch.full(shape, garbage, dtype=cells))
         for _ in range(config.num_layers)
     ]
     return NativeSteps(weights, library, caches, BLOCK, num_threads), caches
@@ -183,21 +188,33 @@ def test_fewer_bits_stay_near(library: Library, family: str, kind: str, tmp_path
         assert torch.nn.functional.cosine_similarity(told, expected).min() > 0.99
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+def with_loud_tokens(decoder: Decoder) -> None:
+    """Make what nine tokens bring 300 to 3,000 times as large, down to the cache."""
+    decoder.embed.weight[190:].mul_(3000)
+    for layer in decoder.layers:
+        layer.input_norm.weight[5] = 300  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "int8 cache"])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_row_is_the_same_in_any_company(
     library: Library, kind: str, num_threads: int, tmp_path: Path
 ) -> None:
     """To the last bit: alone, beside up to 12 others, loud ones too, and cut into chunks."""
+    cells = torch.uint8 if kind == "int8 cache" else None
+    kind = kind.removesuffix(" cache")
     model = make_model("llama", tmp_path, "float32" if kind == "float32" else "bfloat16")
+    with_loud_tokens(model.decoder)
     lengths = [21, *range(3, 15)]
     alone: list[np.ndarray] = []
     rows = Rows(lengths)
+    quiet = [max(ids[:length]) < 190 for ids, length in zip(rows.ids, lengths, strict=True)]
+    assert 3 < sum(quiet) < len(quiet) - 3
     for row, length in enumerate(lengths):
-        steps, _ = native_steps(library, model.decoder, kind, num_threads=1)
+        steps, _ = native_steps(library, model.decoder, kind, num_threads=1, cells=cells)
         inputs = rows.step({row: length})
         alone.append(steps.run(inputs, inputs.input_ids)[0].copy())
-    steps, _ = native_steps(library, model.decoder, kind, num_threads=num_threads)
+    steps, _ = native_steps(library, model.decoder, kind, num_threads=num_threads, cells=cells)
     for company in range(1, len(lengths) + 1):
         rows = Rows(lengths)
         inputs = rows.step({row: lengths[row] for row in range(company)})
@@ -227,12 +244,14 @@ def test_prompts_have_logits_of_any_token(library: Library, tmp_path: Path) -> N
 def test_a_running_model_changes_over_between_two_steps(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for dtype in ("float32", "bfloat16"):
-        model = make_model("qwen3", tmp_path / dtype, dtype)
+    for case in ("float32", "bfloat16", "float32, 8 bits"):
+        dtype, _, bits = case.partition(",")
+        cells = torch.uint8 if bits else None
+        model = make_model("qwen3", tmp_path / case, dtype)
         source = switch.WeightSource(
-            tmp_path / dtype, model.config, model.decoder.embed.weight.dtype
+            tmp_path / case, model.config, model.decoder.embed.weight.dtype
         )
-        changing = TorchModel(model.spec, model.config, source)
+        changing = TorchModel(model.spec, model.config, source, kv_dtype=cells)
         changing.allocate_kv(NUM_BLOCKS, BLOCK, 8)
         rows, twin = Rows(LENGTHS), Rows(LENGTHS)
         for number, counts in enumerate(SCRIPT):
@@ -244,7 +263,7 @@ def test_a_running_model_changes_over_between_two_steps(
             expected = model.split(inputs).forward(inputs, None).values
             told = changing.split(again).forward(again, None).values
             assert (changing._steps is not None) == (number >= 3)
-            if dtype == "float32":
+            if case == "float32":
                 torch.testing.assert_close(told[: len(counts)], expected, rtol=2e-4, atol=2e-4)
             else:
                 near = torch.nn.functional.cosine_similarity(told[: len(counts)], expected)
@@ -407,10 +426,12 @@ def test_a_change_over_knows_of_copied_blocks(library: Library, tmp_path: Path) 
     assert changing._steps is not None
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [*KINDS, "float32 cache"])
 def test_nan_stays_nan(library: Library, kind: str, tmp_path: Path) -> None:
+    cells = torch.uint8 if kind == "float32 cache" else None
+    kind = kind.removesuffix(" cache")
     model = make_model("llama-bias", tmp_path, "float32" if kind == "float32" else "bfloat16")
-    steps, _ = native_steps(library, model.decoder, kind)
+    steps, _ = native_steps(library, model.decoder, kind, cells=cells)
     inputs = Rows([9, 9]).step({0: 9, 1: 9})
     inputs.input_ids[3] = 150
     others = inputs.input_ids[9:]
@@ -432,7 +453,8 @@ def test_ids_outside_the_vocabulary_are_refused(library: Library, tmp_path: Path
 
 
 def test_settings_name_what_is_wrong() -> None:
-    for name, value in (("quantization", "int3"), ("num_threads", 0), ("enforce_eager", 1)):
+    wrong = {"quantization": "int3", "kv_cache_dtype": "fp8", "num_threads": 0, "enforce_eager": 1}
+    for name, value in wrong.items():
         options: dict[str, Any] = {name: value}
         with pytest.raises(ConfigError) as caught:
             EngineConfig.build(options)
@@ -440,8 +462,34 @@ def test_settings_name_what_is_wrong() -> None:
     assert BatchShape.of(EngineConfig(), 64).num_draft_tokens == 0
 
 
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_cache_of_8_bits_stays_near(library: Library, family: str, tmp_path: Path) -> None:
+    """The eager decoder's too, which reads the same cells; and both take about half the memory."""
+    model = make_model(family, tmp_path)
+    small = TorchModel.load(tmp_path, dtype="float32", kv_cache_dtype="int8", enforce_eager=True)
+    small.allocate_kv(NUM_BLOCKS, BLOCK, 8)
+    width = model.config.head_dim
+    assert small.k_caches[0].shape[-1] == width + 4
+    told_bytes = small.spec.kv_bytes_per_token
+    assert told_bytes / model.spec.kv_bytes_per_token == (width + 4) / (4 * width)
+    assert small.k_caches[0].nbytes * 2 * model.config.num_layers == (
+        told_bytes * (NUM_BLOCKS + 1) * BLOCK
+    )
+    steps, _ = native_steps(library, model.decoder, "float32", cells=torch.uint8)
+    rows, twin, third = Rows(LENGTHS), Rows(LENGTHS), Rows(LENGTHS)
+    near = torch.nn.functional.cosine_similarity
+    for counts in SCRIPT:
+        inputs, again, last = rows.step(counts), twin.step(counts), third.step(counts)
+        expected = model.split(inputs).forward(inputs, None).values
+        eager = small.split(again).forward(again, None).values
+        native = torch.from_numpy(steps.run(last, last.input_ids)[: len(counts)].copy())
+        assert near(eager, expected).min() > 0.995
+        assert near(native, expected).min() > 0.99
+        assert not torch.equal(native, expected)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [*KINDS, "float32 cache"])
 def test_plain_loops_give_nearly_the_same(
     library: Library, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -453,9 +501,11 @@ def test_plain_loops_give_nearly_the_same(
         subprocess.run([*command, "-o", str(target)], check=True, timeout=110)
     plain = load_library(target)
     assert not plain.has_avx512
+    cells = torch.uint8 if kind == "float32 cache" else None
+    kind = kind.removesuffix(" cache")
     model = make_model("llama", tmp_path, "float32" if kind == "float32" else "bfloat16")
-    fast, _ = native_steps(library, model.decoder, kind)
-    slow, _ = native_steps(plain, model.decoder, kind)
+    fast, _ = native_steps(library, model.decoder, kind, cells=cells)
+    slow, _ = native_steps(plain, model.decoder, kind, cells=cells)
     rows, twin = Rows(LENGTHS), Rows(LENGTHS)
     for counts in SCRIPT:
         inputs, again = rows.step(counts), twin.step(counts)

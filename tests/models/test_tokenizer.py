@@ -291,11 +291,13 @@ def test_transformers_is_imported_at_the_first_chat(tmp_path: Path) -> None:
         import asyncio, sys
         from pathlib import Path
         from aneuron.models.tokenizer import HFTokenizer
+        from aneuron.params.messages import Conversation
         from aneuron.prompt import tokenize
         made = HFTokenizer.load(Path(sys.argv[1]))
         asyncio.run(tokenize(made, " the of"))
         assert "transformers" not in sys.modules
-        told = asyncio.run(tokenize(made, [{"role": "user", "content": " the of"}]))
+        chat = Conversation([{"role": "user", "content": " the of"}])
+        told = asyncio.run(tokenize(made, chat))
         assert "transformers" in sys.modules
         print(len(told))
     """

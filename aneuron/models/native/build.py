@@ -31,7 +31,7 @@ _logger = logging.getLogger("aneuron.native")
 
 _FOLDER = Path(__file__).parent
 _MAIN = "step.cpp"
-_SOURCES = (_MAIN, "attention.h", "matrix.h", "pool.h", "simd.h")
+_SOURCES = (_MAIN, "attention.h", "cache.h", "matrix.h", "pool.h", "simd.h")
 # Products and sums are fused where the sources say so and nowhere else: else a row's last bits
 # would depend on which loop the compiler happened to fuse.
 _FLAGS = (

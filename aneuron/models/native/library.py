@@ -1,7 +1,7 @@
 """The C++ library from Python: its structures, and calls that let the GIL go.
 
 Comes in: addresses and sizes. Goes out: nothing; the library writes where it is told. The
-structures mirror those of matrix.h, attention.h and step.cpp, field by field.
+structures mirror those of matrix.h, cache.h and step.cpp, field by field.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Matrix(c.Structure):
 
 
 class Heads(c.Structure):
-    """Attention's shape; see attention.h."""
+    """Attention's shape; see cache.h."""
 
     _fields_ = _fields(queries=_int, keys=_int, size=_int, block_size=_int)
 
@@ -55,7 +55,7 @@ class Decoder(c.Structure):
 
     _fields_ = _fields(
         num_layers=_int, hidden_size=_int, intermediate_size=_int, vocab_size=_int, heads=Heads,
-        is_bf16=_int, eps=_float, rope_factor=_float, layers=c.POINTER(Layer),
+        is_bf16=_int, cache=_int, eps=_float, rope_factor=_float, layers=c.POINTER(Layer),
         inv_freq=_pointer, final_norm=_pointer, embedding=_pointer, head=Matrix,
     )  # fmt: skip
 

@@ -43,6 +43,39 @@ struct Rows {
   float* sums;          // [count][depth / group], of the quantised values
 };
 
+// Returns the size of one of 127 steps for these floats; NaN if one is NaN or infinite.
+inline float scale_of(const float* from, int length) {
+  F16 most = zero(), bad = zero();  // NaN and infinity times 0 are NaN, which a maximum drops
+  int k = 0;
+  for (; k + kLanes <= length; k += kLanes) {
+    most = max(most, magnitude(load(from + k)));
+    bad = fma(load(from + k), zero(), bad);
+  }
+  float peak = top(most), spoilt = sum(bad);
+  for (; k < length; ++k) {
+    peak = std::fabs(from[k]) > peak ? std::fabs(from[k]) : peak;
+    spoilt += from[k] * 0.0f;
+  }
+  return spoilt == 0.0f ? peak / 127.0f : NAN;
+}
+
+inline float inverse_of(float scale) { return scale > 1e-32f ? 1.0f / scale : 0.0f; }
+
+inline void quantise_lanes(const float* from, float scale, int8_t* out) {
+  store_rounded(out, mul(load(from), fill(inverse_of(scale))));
+}
+
+// Quantises floats to -127..127, zeros behind them; returns their scale, NaN if one is spoilt.
+inline float quantise(const float* from, int length, int padded, int8_t* out) {
+  float scale = scale_of(from, length), inverse = inverse_of(scale);
+  int k = 0;
+  for (; k + kLanes <= length; k += kLanes) quantise_lanes(from + k, scale, out + k);
+  for (; k < length; ++k)
+    out[k] = scale == scale ? static_cast<int8_t>(std::nearbyint(from[k] * inverse)) : 0;
+  for (; k < padded; ++k) out[k] = 0;
+  return scale;
+}
+
 // Converts one row of floats into the form for a kind.
 inline void convert_row(Kind kind, const float* from, int length, const Rows& to, int row) {
   int depth = to.depth;
@@ -63,28 +96,12 @@ inline void convert_row(Kind kind, const float* from, int length, const Rows& to
   int8_t* out = static_cast<int8_t*>(to.data) + static_cast<int64_t>(row) * depth;
   int groups = depth / to.group;
   for (int g = 0; g < groups; ++g) {
-    int begin = g * to.group, end = begin + to.group < length ? begin + to.group : length;
-    F16 most = zero(), bad = zero();  // NaN and infinity times 0 are NaN, which a maximum drops
-    int k = begin;
-    for (; k + kLanes <= end; k += kLanes) {
-      most = max(most, magnitude(load(from + k)));
-      bad = fma(load(from + k), zero(), bad);
-    }
-    float peak = top(most), spoilt = sum(bad);
-    for (; k < end; ++k) {
-      peak = std::fabs(from[k]) > peak ? std::fabs(from[k]) : peak;
-      spoilt += from[k] * 0.0f;
-    }
-    bool is_sound = spoilt == 0.0f;
-    float inverse = is_sound && peak > 1e-30f ? 127.0f / peak : 0.0f;
-    F16 factor = fill(inverse);
-    for (k = begin; k + kLanes <= end; k += kLanes) store_rounded(out + k, mul(load(from + k), factor));
-    for (; k < end; ++k) out[k] = is_sound ? static_cast<int8_t>(std::nearbyint(from[k] * inverse)) : 0;
-    for (; k < begin + to.group; ++k) out[k] = 0;
+    int begin = g * to.group, left = length - begin < to.group ? length - begin : to.group;
+    int64_t at = static_cast<int64_t>(row) * groups + g;
+    to.scales[at] = quantise(from + begin, left < 0 ? 0 : left, to.group, out + begin);
     int32_t total = 0;
-    for (k = begin; k < begin + to.group; ++k) total += out[k];
-    to.scales[static_cast<int64_t>(row) * groups + g] = is_sound ? peak / 127.0f : NAN;
-    to.sums[static_cast<int64_t>(row) * groups + g] = static_cast<float>(total);
+    for (int k = begin; k < begin + to.group; ++k) total += out[k];
+    to.sums[at] = static_cast<float>(total);
   }
 }
 

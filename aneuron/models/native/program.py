@@ -30,6 +30,7 @@ __all__ = ["LANES", "NativeDecoder", "NativeSteps", "fits", "packed_weights", "p
 
 LANES = 16
 _ALIGN = 64  # bytes
+_CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # CacheKind of step.cpp
 
 
 def fits(config: ModelConfig, block_size: int) -> bool:
@@ -54,7 +55,7 @@ class NativeDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of embedding and cache: float32 or bfloat16."""
+        """Of the embedding: float32 or bfloat16."""
         return self.tensors["embedding"].dtype
 
     def structure(
@@ -68,7 +69,7 @@ class NativeDecoder:
         )
         return native.Decoder(
             config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size,
-            heads, int(self.dtype == torch.bfloat16), config.norm_eps,
+            heads, int(self.dtype == torch.bfloat16), _CACHES[caches[0][0].dtype], config.norm_eps,
             config.rope.attention_factor, layers, tensors["inv_freq"].data_ptr(),
             tensors["norm"].data_ptr(), tensors["embedding"].data_ptr(),
             self._matrix("head", config.vocab_size, part_kind(self.kind, "head")),

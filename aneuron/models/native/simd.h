@@ -18,6 +18,12 @@
 namespace aneuron {
 
 constexpr int kLanes = 16;
+constexpr int kLine = 64;  // bytes of a cache line
+
+// Asks for memory that will be read soon.
+inline void prefetch(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i);
+}
 
 // A bfloat16 is the upper half of a float.
 using bf16 = uint16_t;
@@ -103,6 +109,14 @@ inline I16 dot_u8(I16 c, I16 a, const int8_t* b) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(a), "v"(right));
   return c;
 }
+// The same with one group of unsigned a, over 16 groups of signed b, both in memory.
+inline I16 dot_s8(I16 c, const uint8_t* a, const uint8_t* b) {
+  uint32_t group;
+  std::memcpy(&group, a, 4);
+  I16 left = _mm512_set1_epi32(group), right = _mm512_loadu_si512(b);
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(left), "v"(right));
+  return c;
+}
 inline I16 load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline I16 low_nibbles(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline I16 high_nibbles(I16 a) {
@@ -111,6 +125,9 @@ inline I16 high_nibbles(I16 a) {
 inline F16 to_floats(I16 a) { return _mm512_cvtepi32_ps(a); }
 inline void store_rounded(int8_t* p, F16 a) {  // within -127..127
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+}
+inline void store_rounded(uint8_t* p, F16 a) {  // within 0..255
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(a)));
 }
 inline void pause() { _mm_pause(); }
 
@@ -173,6 +190,11 @@ inline I16 dot_u8(I16 c, const Bytes& a, const int8_t* b) {
     for (int j = 0; j < 4; ++j) c.v[i] += static_cast<int32_t>(a.v[4 * i + j]) * b[j];
   return c;
 }
+inline I16 dot_s8(I16 c, const uint8_t* a, const uint8_t* b) {
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < 4; ++j) c.v[i] += static_cast<int32_t>(a[j]) * static_cast<int8_t>(b[4 * i + j]);
+  return c;
+}
 inline Bytes load_bytes(const uint8_t* p) {
   Bytes r;
   std::memcpy(r.v, p, sizeof r.v);
@@ -189,6 +211,9 @@ inline Bytes high_nibbles(Bytes a) {
 inline F16 to_floats(I16 a) { ANEURON_EACH(static_cast<float>(a.v[i])); }
 inline void store_rounded(int8_t* p, F16 a) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(std::nearbyint(a.v[i]));
+}
+inline void store_rounded(uint8_t* p, F16 a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(std::nearbyint(a.v[i]));
 }
 inline void pause() {}
 #undef ANEURON_EACH

@@ -1,12 +1,15 @@
 // One step of a decoder: packed tokens in, logits out, keys and values in the paged cache.
 //
-// All threads of the pool go through the same stages, which share out rows, panels or heads, and
-// meet behind each. Called from Python through ctypes, which lets the GIL go for the whole step.
+// The threads of the pool go through the same stages, which share out rows, panels or heads, and
+// wait behind each until it is done. Called from Python through ctypes, which lets the GIL go for
+// the whole step.
 
 #include "attention.h"
 #include "pool.h"
 
 namespace aneuron {
+
+enum CacheKind : int32_t { kCacheFloat32 = 0, kCacheBFloat16 = 1, kCacheInt8 = 2 };
 
 struct Layer {
   Matrix qkv, out, gate_up, down;  // gate_up: each panel has 16 columns of either
@@ -22,7 +25,8 @@ struct Layer {
 struct Decoder {
   int32_t num_layers, hidden_size, intermediate_size, vocab_size;
   Heads heads;
-  int32_t is_bf16;  // of the cache and the embedding
+  int32_t is_bf16;  // of the embedding
+  int32_t cache;    // one of CacheKind
   float eps, rope_factor;
   const Layer* layers;
   const float* inv_freq;  // [D / 2]
@@ -130,10 +134,10 @@ class Work {
   template <typename Do>
   void share(int& stage, int total, Do&& one) {
     Share& share = b_.shares[stage++];
-    int begin, end, run = run_length(total, pool_.num_threads());
-    while (share.take(total, run, begin, end))
+    int begin, end, mine = 0, run = run_length(total, pool_.num_threads());
+    for (; share.take(total, run, begin, end); mine += end - begin)
       for (int i = begin; i < end; ++i) one(i);
-    pool_.meet();
+    pool_.meet(share, mine, total);
   }
 
   template <typename Give>
@@ -199,8 +203,11 @@ class Work {
       float* to = b_.qkv + static_cast<int64_t>(row) * width + panel * kPanel;
       store(to, left), store(to + kLanes, right);
     });
-    share(stage, tokens, [&](int t) { m_.is_bf16 ? keep<bf16>(l, t, width) : keep<float>(l, t, width); });
-    share(stage, num_tiles_, [&](int i) { m_.is_bf16 ? tile<bf16>(l, b_.tiles[i]) : tile<float>(l, b_.tiles[i]); });
+    switch (m_.cache) {
+      case kCacheInt8: attention<uint8_t>(l, stage, width); break;
+      case kCacheBFloat16: attention<bf16>(l, stage, width); break;
+      default: attention<float>(l, stage, width);
+    }
     share(stage, tokens, [&](int t) {
       int length = h.queries * h.size;
       convert_row(static_cast<Kind>(l.out.kind), b_.mixed + static_cast<int64_t>(t) * length, length, rows_for(l.out, 0), t);
@@ -236,6 +243,12 @@ class Work {
     for (int i = 0; at + i < size; ++i) row[at + i] += both[i];
   }
 
+  template <typename Cell>
+  void attention(const Layer& l, int& stage, int width) {
+    share(stage, s_.num_tokens, [&](int t) { keep<Cell>(l, t, width); });
+    share(stage, num_tiles_, [&](int i) { tile<Cell>(l, b_.tiles[i]); });
+  }
+
   // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
   template <typename Cell>
   void keep(const Layer& l, int t, int width) {
@@ -253,40 +266,43 @@ class Work {
         one[half + d] = b * angles[d] + a * angles[half + d];
       }
     }
-    Cell* queries = static_cast<Cell*>(b_.queries) + static_cast<int64_t>(t) * h.queries * h.size;
-    for (int i = 0; i < h.queries * h.size; ++i) queries[i] = Cache<Cell>::cell(heads[i]);
+    uint8_t* queries = query(t, Cache<Cell>::query_bytes(h));
+    for (int i = 0; i < h.queries; ++i)
+      Cache<Cell>::put_query(h, heads + i * h.size, queries + i * Cache<Cell>::query_bytes(h));
     int slot = s_.slot_mapping[t];
     if (slot < 0) return;
-    int64_t block = slot / h.block_size;
-    int offset = slot % h.block_size;
+    int32_t block = slot / h.block_size;
     for (int head = 0; head < h.keys; ++head) {
-      const float* key = heads + (h.queries + head) * h.size;
-      const float* value = heads + (rotated + head) * h.size;
-      Cell* keys = static_cast<Cell*>(l.k_cache);
-      Cell* values = static_cast<Cell*>(l.v_cache);
-      for (int d = 0; d < h.size; ++d) {
-        keys[Cache<Cell>::key_cell(h, block, head, offset, d)] = Cache<Cell>::cell(key[d]);
-        values[Cache<Cell>::value_cell(h, block, head, offset, d)] = Cache<Cell>::cell(value[d]);
-      }
+      Paged keys = paged<Cell>(l.k_cache, &block, head), values = paged<Cell>(l.v_cache, &block, head);
+      Cache<Cell>::put_key(h, heads + (h.queries + head) * h.size, keys.block(0), slot % h.block_size);
+      Cache<Cell>::put_value(h, heads + (rotated + head) * h.size, values.block(0), slot % h.block_size);
     }
+  }
+
+  uint8_t* query(int t, int64_t bytes) const { return static_cast<uint8_t*>(b_.queries) + bytes * t * m_.heads.queries; }
+
+  template <typename Cell>
+  Paged paged(void* cache, const int32_t* table, int head) const {
+    const Heads& h = m_.heads;
+    return {static_cast<uint8_t*>(cache), table, Cache<Cell>::block_bytes(h), h.keys, head, h.block_size};
   }
 
   template <typename Cell>
   void tile(const Layer& l, const Tile& tile) {
     const Heads& h = m_.heads;
     int group = h.queries / h.keys, end = tile.first_query + kMostQueries;
+    int64_t bytes = Cache<Cell>::query_bytes(h);
     Queries q;
     q.count = 0;
     for (int t = tile.token; t < tile.token + tile.count; ++t)
       for (int i = tile.first_query; i < group && i < end; ++i) {
-        int64_t at = (static_cast<int64_t>(t) * h.queries + tile.head * group + i) * h.size;
-        q.vectors[q.count] = static_cast<const Cell*>(b_.queries) + at;
-        q.results[q.count] = b_.mixed + at;
+        int head = tile.head * group + i;
+        q.vectors[q.count] = query(t, bytes) + head * bytes;
+        q.results[q.count] = b_.mixed + (static_cast<int64_t>(t) * h.queries + head) * h.size;
         q.positions[q.count++] = s_.positions[t];
       }
-    attend_any<Cell>(h, static_cast<const Cell*>(l.k_cache), static_cast<const Cell*>(l.v_cache),
-                     tile.head, s_.block_table + static_cast<int64_t>(tile.row) * s_.table_width,
-                     l.window, q);
+    const int32_t* table = s_.block_table + static_cast<int64_t>(tile.row) * s_.table_width;
+    attend_any<Cell>(h, paged<Cell>(l.k_cache, table, tile.head), paged<Cell>(l.v_cache, table, tile.head), l.window, q);
   }
 
   void logits(int& stage) {

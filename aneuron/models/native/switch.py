@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from aneuron.models.decoder import SCALE_BYTES
 from aneuron.models.native.build import built_library, compile_library
 from aneuron.models.native.library import load_library
 from aneuron.models.native.program import LANES, NativeDecoder, NativeSteps, fits, packed_weights
@@ -132,7 +133,7 @@ class WeightSource:
 
         Args:
             caches: keys and values of each layer, [num_blocks + 1, block_size, num_kv_heads,
-                head_dim], as the eager decoder has them.
+                width], as the eager decoder has them.
             num_used: leading blocks that may hold something.
             num_threads: that compute.
         """
@@ -147,15 +148,28 @@ class WeightSource:
 
 
 def relayout(cache: torch.Tensor, *, is_keys: bool) -> None:
-    """Put blocks [n, block_size, num_kv_heads, head_dim] into the library's layout, in place."""
+    """Put blocks [n, block_size, num_kv_heads, width] into the library's layout, in place."""
     num_blocks, size, heads, width = cache.shape
-    if cache.dtype == torch.float32:
+    if cache.dtype == torch.uint8:
+        cells, scales = cache[..., :-SCALE_BYTES], cache[..., -SCALE_BYTES:]
+        moved = torch.cat((_by_fours(cells, is_keys), scales.permute(0, 2, 1, 3).flatten(2)), 2)
+    elif cache.dtype == torch.float32:
         moved = cache.permute(0, 2, 3, 1) if is_keys else cache.permute(0, 2, 1, 3)
     elif is_keys:
         moved = cache.view(num_blocks, size, heads, width // 2, 2).permute(0, 2, 3, 1, 4)
     else:
         moved = cache.view(num_blocks, size // 2, 2, heads, width).permute(0, 3, 1, 4, 2)
     cache.copy_(moved.contiguous().view(cache.shape))
+
+
+def _by_fours(cells: torch.Tensor, is_keys: bool) -> torch.Tensor:  # noqa: FBT001
+    """Return [n, block_size, heads, D] as [n, heads, D / 4, block_size, 4], or values' order."""
+    num_blocks, size, heads, width = cells.shape
+    if is_keys:
+        cells = cells.reshape(num_blocks, size, heads, width // 4, 4).permute(0, 2, 3, 1, 4)
+    else:
+        cells = cells.reshape(num_blocks, size // 4, 4, heads, width).permute(0, 3, 1, 4, 2)
+    return cells.flatten(2)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,14 +1,17 @@
-"""`aneuron bench peers`: this engine beside `transformers`, in turns, on the same prompts.
+"""`aneuron bench peers`: this engine beside other engines, in turns, on the same prompts.
 
-Comes in: a model and the cases. Goes out: new tokens per second over the whole call, of each. Both
-are loaded, and take turns run by run, so that what else the machine does meets both alike.
+Comes in: a model and the cases. Goes out: new tokens per second over the whole call, of each. Those
+that are installed are loaded, and all take turns run by run, so that what else the machine does
+meets them alike.
 """
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003  (the command line reads the annotation)
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from aneuron.cli.bench.common import (
     JsonFlag,
@@ -20,12 +23,16 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
+from aneuron.cli.bench.processor import engines
 from aneuron.cli.bench.processor.throughput import measure_run, prepare, prompts_at_random
+from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from aneuron.cli.bench.processor.engines import Generate, Peer, Wanted
 
 __all__ = ["peers"]
+
+_OURS = "aneuron"
 
 
 def peers(
@@ -36,18 +43,22 @@ def peers(
     max_tokens: int = 128,
     dtype: str = "bfloat16",
     quantization: str | None = None,
+    names: Annotated[str | None, Parameter(name="--peers")] = None,
+    gguf: Path | None = None,
     runs: int = 3,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure tokens per second beside transformers' generate, in turns.
+    """Measure tokens per second beside other engines that are installed, in turns.
 
     Args:
         model: A built-in name, a directory, a .gguf file or a Hugging Face id.
         concurrency: Numbers of requests at once, separated by commas.
         prompt_tokens: Lengths of prompts, separated by commas.
         max_tokens: New tokens of each request.
-        dtype: float32 or bfloat16, of both.
-        quantization: int8 or int4, of this engine alone.
+        dtype: float32 or bfloat16, of all.
+        quantization: int8 or int4, of this engine; OpenVINO and llama.cpp take their nearest kind.
+        names: Some of transformers, openvino, llama.cpp, separated by commas; else all there are.
+        gguf: A file with the same weights, for llama.cpp; a built-in model has one.
         runs: Of each case and engine; the medians count.
         as_json: Print one JSON object in place of the table.
     """
@@ -55,33 +66,88 @@ def peers(
     lengths = parse_counts("--prompt-tokens", prompt_tokens, at_most=2**16)
     check_number("--max-tokens", max_tokens, at_least=2)
     check_number("--runs", runs)
-    cases = [(count, length, max_tokens) for length in lengths for count in counts]
+    _check_kinds(dtype, quantization)
+    if gguf is not None and not gguf.is_file():
+        raise ConfigError(f"--gguf: no such file: {gguf}", param="--gguf")
+    chosen = _chosen(names)
     loop = default_loop()
     prepare()
-    tell(f"loading {model}, twice")
-    generate = _transformers(model, dtype)
+    wanted = _wanted(model, dtype, quantization, gguf, max(counts), max(lengths) + max_tokens)
+    generates, facts = _load(chosen, wanted, must=names is not None)
+    cases = [(count, length, max_tokens) for length in lengths for count in counts]
     options = {"dtype": dtype, "quantization": quantization}
-    rows = run_on(loop, _measure(model, options, generate, cases, runs))
+    rows = run_on(loop, _measure(model, options, generates, cases, runs))
     if as_json:
-        show_json({"model": model, "rows": rows})
+        show_json({"model": model, "kind": quantization or dtype, **facts, "rows": rows})
     else:
-        names = ("aneuron", "transformers")
-        lines = [
-            (row["concurrency"], row["prompt_tokens"], *(row[name] for name in names), row["ratio"])
-            for row in rows
-        ]
-        columns = ("requests", "prompt", *names, "ratio")
-        import torch
-        import transformers
+        _show(model, quantization or dtype, facts, rows, loop)
 
-        facts = [f"tokens/s; torch {torch.__version__}, transformers {transformers.__version__}"]
-        show_table(f"Peers, {model}, {dtype}", columns, lines, loop=loop, facts=facts)
+
+def _check_kinds(dtype: str, quantization: str | None) -> None:
+    """Refuse before others load what this engine would refuse after them."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype must be float32 or bfloat16, not {dtype!r}", param="--dtype")
+    if quantization not in (None, "int8", "int4"):
+        message = f"--quantization must be int8 or int4, not {quantization!r}"
+        raise ConfigError(message, param="--quantization")
+
+
+def _chosen(names: str | None) -> list[Peer]:
+    if names is None:
+        return list(engines.PEERS)
+    known = {peer.name: peer for peer in engines.PEERS}
+    parts = [part.strip() for part in names.split(",")]
+    if not set(parts) <= set(known):
+        message = f"--peers must be some of {', '.join(known)}, not {names!r}"
+        raise ConfigError(message, param="--peers")
+    return [known[part] for part in dict.fromkeys(parts)]
+
+
+def _wanted(
+    model: str,
+    dtype: str,
+    quantization: str | None,
+    gguf: Path | None,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> Wanted:
+    from aneuron.models.catalog import resolve
+    from aneuron.models.torch_model import default_threads
+
+    path = resolve(model).path
+    gguf = gguf or engines.gguf_of(model, path)
+    threads = default_threads()
+    return engines.Wanted(path, dtype, quantization, gguf, max_num_seqs, max_model_len, threads)
+
+
+def _load(
+    chosen: list[Peer], wanted: Wanted, *, must: bool
+) -> tuple[dict[str, Generate], dict[str, Any]]:
+    """Return what answers prompts, by the peer's name, and who was found and who was missing."""
+    generates, found, missing = {}, {}, {}
+    for peer in chosen:
+        version = engines.installed(peer)
+        if version is None:
+            missing[peer.name] = f"{peer.package} is not installed"
+            continue
+        tell(f"loading for {peer.name}")
+        try:
+            generates[peer.name] = peer.load(wanted)
+        except (ImportError, engines.Unavailable) as error:
+            missing[peer.name] = str(error)
+        else:
+            kind = peer.kind(wanted)
+            found[peer.name] = {"package": peer.package, "version": version, "kind": kind}
+    if missing and (must or not found):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise ConfigError(f"--peers: {reasons}", param="--peers")
+    return generates, {"peers": found, "missing": missing}
 
 
 async def _measure(
     model: str,
     options: dict[str, Any],
-    generate: Callable[[list[list[int]], int], float],
+    generates: dict[str, Generate],
     cases: list[tuple[int, int, int]],
     runs: int,
 ) -> list[dict[str, Any]]:
@@ -89,6 +155,7 @@ async def _measure(
 
     most = max(count for count, _, _ in cases)
     longest = max(length + new for _, length, new in cases)
+    tell(f"loading {model}")
     async with Engine(
         model, max_num_seqs=most, timeline=True, num_kv_blocks=most * (-(-longest // 16) + 1),
         **options,
@@ -96,37 +163,42 @@ async def _measure(
         rows = []
         for case in cases:
             count, length, new = case
-            rates: dict[str, list[float]] = {"aneuron": [], "transformers": []}
+            rates: dict[str, list[float]] = {name: [] for name in (_OURS, *generates)}
             for number in range(runs):
                 tell(f"{count} x {length}, run {number + 1} of {runs}")
                 ours = await measure_run(engine, *case, seed=number)
-                rates["aneuron"].append(count * new / ours.total_s)
+                rates[_OURS].append(count * new / ours.total_s)
                 prompts = prompts_at_random(count, length, engine.spec.vocab_size, number)
-                rates["transformers"].append(count * new / generate(prompts, new))
-            found = {name: median(seen) for name, seen in rates.items()}
-            ratio = found["aneuron"] / found["transformers"]
-            rows.append({"concurrency": count, "prompt_tokens": length, **found, "ratio": ratio})
+                for name, generate in generates.items():
+                    rates[name].append(count * new / generate(prompts, new))
+            rows.append(_row(count, length, {name: median(seen) for name, seen in rates.items()}))
         return rows
 
 
-def _transformers(name: str, dtype: str) -> Callable[[list[list[int]], int], float]:
-    """Return what answers prompts with transformers, and returns the seconds that took."""
+def _row(count: int, length: int, rates: dict[str, float]) -> dict[str, Any]:
+    best = max((name for name in rates if name != _OURS), key=rates.__getitem__)
+    ratio = rates[_OURS] / rates[best]
+    return {"concurrency": count, "prompt_tokens": length, **rates, "best": best, "ratio": ratio}
+
+
+def _show(
+    model: str, kind: str, facts: dict[str, Any], rows: list[dict[str, Any]], loop: str
+) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from aneuron.models.catalog import resolve
-
-    path = resolve(name).path
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-
-    def generate(prompts: list[list[int]], max_tokens: int) -> float:
-        ids = torch.tensor(prompts)
-        started_s = perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens, do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        return perf_counter() - started_s
-
-    return generate
+    found, missing = facts["peers"], facts["missing"]
+    names = (_OURS, *found)
+    lines = [
+        (
+            row["concurrency"], row["prompt_tokens"], *(row[name] for name in names), row["best"],
+            row["ratio"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    heads = [f"{_OURS}\n{kind}", *(f"{name}\n{one['kind']}" for name, one in found.items())]
+    columns = ("requests", "prompt", *heads, "best peer", "ratio")
+    versions = [f"{one['package']} {one['version']}" for one in found.values()]
+    said = [f"tokens/s, with the kind of weights; torch {torch.__version__}"]
+    said.append(f"peers: {', '.join(versions)}")
+    said += [f"without {name}: {reason}" for name, reason in missing.items()]
+    show_table(f"Peers, {model}", columns, lines, loop=loop, facts=said)

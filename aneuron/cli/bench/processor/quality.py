@@ -50,6 +50,7 @@ def quality(
     tokens: int = 8192,
     piece: int = 512,
     kinds: str = ",".join(_KINDS),
+    kv_cache_dtype: str = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Measure perplexity by kind of weights, on the documentation of the standard library.
@@ -59,6 +60,7 @@ def quality(
         tokens: Of the text.
         piece: Tokens that are read at a time.
         kinds: Of weights, separated by commas: float32, bfloat16, int8, int4.
+        kv_cache_dtype: auto or int8, of all but the first kind.
         as_json: Print one JSON object in place of the table.
     """
     check_number("--piece", piece, at_least=16, at_most=4096)
@@ -70,7 +72,7 @@ def quality(
         raise ConfigError(f"--kinds must be some of {', '.join(_KINDS)}", param="--kinds")
     loop = default_loop()
     prepare()
-    found = run_on(loop, _measure(model, wanted, tokens, piece))
+    found = run_on(loop, _measure(model, wanted, tokens, piece, kv_cache_dtype))
     rows = [
         {"kind": kind, "perplexity": value, "over_first": value / found[wanted[0]] - 1}
         for kind, value in found.items()
@@ -84,7 +86,9 @@ def quality(
         show_table(f"Quality, {model}", columns, lines, loop=loop, facts=facts)
 
 
-async def _measure(model: str, kinds: list[str], tokens: int, piece: int) -> dict[str, float]:
+async def _measure(
+    model: str, kinds: list[str], tokens: int, piece: int, kv_cache_dtype: str
+) -> dict[str, float]:
     from aneuron.engine import Engine
 
     found = {}
@@ -92,7 +96,7 @@ async def _measure(model: str, kinds: list[str], tokens: int, piece: int) -> dic
         tell(f"{model}, {kind}")
         async with Engine(
             model, max_model_len=piece + 1, max_num_seqs=8, enable_prefix_caching=False,
-            **_KINDS[kind],
+            kv_cache_dtype="auto" if kind == kinds[0] else kv_cache_dtype, **_KINDS[kind],
         ) as engine:  # fmt: skip
             ids = (await engine.tokenizer.encode(documentation()))[:tokens].tolist()
             found[kind] = await _perplexity(engine, ids, piece)

@@ -45,6 +45,7 @@ def throughput(
     max_tokens: int = 128,
     dtype: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     num_threads: int | None = None,
     enforce_eager: bool = False,
     async_scheduling: bool = True,
@@ -60,6 +61,7 @@ def throughput(
         max_tokens: New tokens of each request.
         dtype: auto, float32 or bfloat16.
         quantization: int8 or int4.
+        kv_cache_dtype: auto, as dtype, or int8.
         num_threads: That compute; one per core by default.
         enforce_eager: Compile nothing.
         async_scheduling: Schedule one step ahead.
@@ -75,6 +77,7 @@ def throughput(
     options: dict[str, Any] = {
         "dtype": dtype,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "num_threads": num_threads,
         "enforce_eager": enforce_eager,
         "async_scheduling": async_scheduling,
