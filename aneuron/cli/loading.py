@@ -7,9 +7,12 @@ closed at the end.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
+
+from aneuron.cli.terminal import note
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,13 +34,36 @@ async def opened(model: str, settings: EngineSettings, *, quiet: bool) -> AsyncI
     """
     from aneuron.engine import Engine
 
-    with _Reporter(model, quiet=quiet) as reporter:
-        engine = Engine(model, progress=reporter, **asdict(settings))
-        await engine.open()
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
+    with _Told(quiet=quiet):
+        with _Reporter(model, quiet=quiet) as reporter:
+            engine = Engine(model, progress=reporter, **asdict(settings))
+            await engine.open()
+        try:
+            yield engine
+        finally:
+            await engine.aclose()
+
+
+class _Told(logging.Handler):
+    """Says on stderr what goes on behind an open engine: that its steps are being compiled."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        super().__init__(logging.WARNING if quiet else logging.INFO)
+        self._logger = logging.getLogger("aneuron.native")
+        self._level = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+    def __enter__(self) -> Self:
+        if not logging.getLogger().handlers:  # else they are shown already
+            self._logger.addHandler(self)
+            self._logger.setLevel(min(self.level, self._logger.getEffectiveLevel()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
 
 
 class _Reporter:

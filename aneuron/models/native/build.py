@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,6 +59,10 @@ def compile_library() -> Path | None:
     if not _compilers():
         _logger.info("no C++ compiler is installed: models run eagerly, which is slower")
         return None
+    started_s = time.perf_counter()
+    _logger.info(
+        "compiling the steps for this processor: once, some 15 s; models run eagerly meanwhile"
+    )
     try:
         child = subprocess.run(  # noqa: S603  this module, by this interpreter
             [sys.executable, "-m", __name__], check=False, capture_output=True, text=True,
@@ -70,6 +75,7 @@ def compile_library() -> Path | None:
     if child.returncode != 0:
         _logger.warning("compiling failed, models run eagerly: %s", child.stderr[-2000:])
         return None
+    _logger.info("compiled in %.0f s", time.perf_counter() - started_s)
     return built_library()
 
 

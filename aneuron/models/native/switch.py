@@ -123,6 +123,8 @@ class WeightSource:
             tensors = packed_weights(self.decoder, self._kind)
             save_packed(file, tensors, self._kind)
         self.ready = library, NativeDecoder(self._config, self._kind, tensors)
+        if self._decoder is not None:
+            _logger.info("from the next step on, it runs what was compiled")
         self._decoder = None  # it has done its part, if it was there
         return True
 
