@@ -1,4 +1,4 @@
-"""The command line: `aneuron run`, `chat`, `trace`, `compile`, `bench` and `simulate`.
+"""The command line: `aneuron run`, `chat`, `serve`, `trace`, `compile`, `bench` and `simulate`.
 
 Comes in: the arguments of a process. Goes out: token text on stdout, everything else on
 stderr, and a status: 0, 1 for a fault of the device or of aneuron, 2 for a wrong argument or
@@ -39,6 +39,11 @@ app.command(
     "aneuron.cli.compile:compile_model",
     name="compile",
     help="Compile a model's steps for this processor, ahead of the first answer.",
+)
+app.command(
+    "aneuron.cli.serve:serve",
+    name="serve",
+    help="Serve a model over HTTP, as OpenAI's clients expect.",
 )
 app.command("aneuron.cli.bench:bench", name="bench", help="Measure the engine.")
 app.command(

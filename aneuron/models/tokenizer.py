@@ -53,6 +53,7 @@ class HFTokenizer:
         tokenizer: it is changed in that truncation and padding are switched off.
         special_tokens: by name, such as `{"eos_token": "</s>"}`; a template sees them.
         chat_template: jinja2 source; it is rendered in transformers' sandbox.
+        response_template: the checkpoint's own declaration of how answers are written.
         eos_token_ids: the ids that end an answer; by default that of `eos_token`.
     """
 
@@ -62,6 +63,7 @@ class HFTokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        response_template: Mapping[str, Any] | None = None,
         eos_token_ids: tuple[int, ...] | None = None,
     ) -> None:
         from tokenizers import decoders
@@ -71,6 +73,7 @@ class HFTokenizer:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.response_template = response_template
         self.special_tokens = dict(special_tokens or {})
         self.vocab_size: int = tokenizer.get_vocab_size()
         if eos_token_ids is None:
@@ -95,7 +98,11 @@ class HFTokenizer:
         config = _read_json(path / "special_tokens_map.json")
         config |= _read_json(path / "tokenizer_config.json")
         template = _read_template(path, config)
-        return cls(tokenizer, special_tokens=_named_tokens(config), chat_template=template)
+        answers = config.get("response_template")
+        return cls(
+            tokenizer, special_tokens=_named_tokens(config), chat_template=template,
+            response_template=answers if isinstance(answers, dict) else None,
+        )  # fmt: skip
 
     async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
         """Return the ids of a plain prompt; the post-processor's special tokens are added."""

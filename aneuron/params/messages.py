@@ -23,7 +23,7 @@ _MAX_CHARS = 2**20
 _MOST_ON_LOOP = 16  # messages, and KiB of characters
 _OURS = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations",
-    "documents", "messages", "return_assistant_tokens_mask", "tools",
+    "documents", "messages", "return_assistant_tokens_mask", "self", "tools",
 ))  # fmt: skip
 
 

@@ -102,6 +102,13 @@ class TokenStream:
         """The request's name, yours or one that the engine chose."""
         return self._request.name
 
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far, those included that were not read yet."""
+        request = self._request
+        num_tokens = sum(len(one.output_ids) for one in request.choices)
+        return Usage(request.prompt_len, num_tokens, request.cached_tokens or 0)
+
     # ── iterating ───────────────────────────────────────────────────────────────────────
 
     def __aiter__(self) -> Self:
@@ -300,14 +307,8 @@ class TokenStream:
         self._owner.consumers.follow(self)
 
     def _completion(self, of_prompt: list[TokenLogprobs | None] | None) -> Completion:
-        request = self._request
-        usage = Usage(
-            request.prompt_len,
-            sum(len(one.output_ids) for one in request.choices),
-            request.cached_tokens or 0,
-        )
-        choices = [reader.choice() for reader in self._readers]
-        return Completion(request.name, choices, usage, timing_of(request.choices), of_prompt)
+        request, choices = self._request, [reader.choice() for reader in self._readers]
+        return Completion(request.name, choices, self.usage, timing_of(request.choices), of_prompt)
 
     # ── ending ──────────────────────────────────────────────────────────────────────────
 

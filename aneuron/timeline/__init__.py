@@ -118,6 +118,16 @@ class Timeline:
     # ── read ────────────────────────────────────────────────────────────────────────────
 
     @property
+    def busy_s(self) -> float:
+        """Seconds that programs ran on the device, in all."""
+        return self._busy_s
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that the device waited for the next program, in all; rests left out."""
+        return self._idle_s
+
+    @property
     def steps(self) -> list[StepRecord]:
         """The records that are kept, oldest first; the last ones may still be filled in."""
         return list(self._ring)

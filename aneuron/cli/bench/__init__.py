@@ -1,4 +1,4 @@
-"""`aneuron bench`: what the host and sampling cost, what is hidden, what scheduling saves.
+"""`aneuron bench`: what host, sampling and server cost, what is hidden, what scheduling saves.
 
 Comes in: the options of a benchmark. Goes out: a table on stdout, or with `--json` one JSON
 object and nothing else. See docs/benchmarks.md for what each measures and how.
@@ -20,6 +20,7 @@ from aneuron.cli.bench.processor.peers import peers
 from aneuron.cli.bench.processor.quality import quality
 from aneuron.cli.bench.processor.throughput import throughput
 from aneuron.cli.bench.sampling import sampling
+from aneuron.cli.bench.server.serve import serve
 
 __all__ = ["bench"]
 
@@ -36,3 +37,4 @@ bench.command(lookup)
 bench.command(throughput)
 bench.command(quality)
 bench.command(peers)
+bench.command(serve)

@@ -1,0 +1,388 @@
+"""Responses: the request, which is a chat with other names, the whole answer, and its items.
+
+Comes in: `decode(ResponsesRequest, body)`. Goes out: the chat request that asks for the same,
+and types whose JSON is what the `openai` client reads. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aneuron.server.http.errors import ApiError
+from aneuron.server.wire import chat
+from aneuron.server.wire.common import (
+    Body,
+    Count,
+    FunctionName,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    ResponseFormat,
+    SamplingRequest,
+    Strict,
+    TextFormat,
+    refuse,
+)
+from aneuron.server.wire.fields import RESPONSES, Fields
+from aneuron.server.wire.items import messages_of
+from aneuron.server.wire.logprobs import TokenLogprob  # noqa: TC001 (msgspec reads it)
+
+__all__ = [
+    "MAX_ITEMS",
+    "IncompleteDetails",
+    "OutputCall",
+    "OutputItem",
+    "OutputMessage",
+    "OutputReasoning",
+    "OutputText",
+    "ReasoningText",
+    "Response",
+    "ResponseFault",
+    "ResponsesRequest",
+    "ResponsesUsage",
+    "field_name",
+    "renamed",
+]
+
+MAX_ITEMS = 1024
+_LOGPROBS = "message.output_text.logprobs"
+_Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+_Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class FunctionTool(chat.FunctionDefinition, frozen=True, kw_only=True):
+    """The same as chat has, in one object."""
+
+    type: Literal["function"]
+
+
+class ChosenFunction(Strict, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """The function that must be called."""
+
+    name: FunctionName
+
+
+class AllowedFunction(chat.NamedFunction, frozen=True, kw_only=True):
+    """One of the functions that may be called."""
+
+    type: Literal["function"]
+
+
+class AllowedFunctions(Strict, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Some of the functions, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=128)]
+
+
+class NamedSchemaFormat(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes; only the schema has an effect."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Strict, frozen=True, kw_only=True):
+    """The form of the answer; models here know no verbosity but the usual."""
+
+    format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Strict, frozen=True, kw_only=True):
+    """How much to think; summaries have no effect, all reasoning is told."""
+
+    effort: chat.Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+_MetadataKey = Annotated[str, Meta(max_length=64)]
+_MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
+class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
+    """The body of a request for a response."""
+
+    fields: ClassVar[Fields] = RESPONSES
+    free_form: ClassVar[tuple[str, ...]] = (
+        *SamplingRequest.free_form,
+        "chat_template_kwargs",
+        "text",
+        "tools",
+    )
+    long: ClassVar[tuple[str, ...]] = (*SamplingRequest.long, "input", "instructions")
+
+    input: str | Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    include: Annotated[list[_Include], Meta(max_length=16)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: chat.TemplateKwargs | None = None
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
+
+    def check(self) -> None:
+        """Check the fields that lean on others."""
+        super().check()
+        if self.top_logprobs and not self.wants_logprobs:
+            refuse("top_logprobs", f'needs "{_LOGPROBS}" in include')
+        has_format = not isinstance(self._format, TextFormat | None)
+        if self.structured_outputs is not None and has_format:
+            refuse("structured_outputs", "and text.format do not go together: give one")
+        may_call = self.tools and self.tool_choice in (None, "auto")
+        if may_call and (has_format or self.structured_outputs is not None):
+            refuse(
+                "text.format" if has_format else "structured_outputs",
+                "leaves no room for calls of tools: set tool_choice to none, required or a tool",
+            )
+
+    @classmethod
+    def explain(cls, fault: ApiError) -> ApiError:
+        """Return what to say of a tool that is no function."""
+        if re.fullmatch(r"tools\[\d+\]\.type", fault.param or ""):
+            text = f"{fault.param} is not function: there are no built-in tools"
+            return ApiError(400, text, param=fault.param, code=fault.code)
+        return fault
+
+    @property
+    def _format(self) -> TextFormat | JsonObjectFormat | NamedSchemaFormat | None:
+        return None if self.text is None else self.text.format
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities were asked for."""
+        return _LOGPROBS in (self.include or ())
+
+    def as_chat(self) -> chat.ChatRequest:
+        """Return the chat completion that asks for the same.
+
+        Raises:
+            ApiError: an item of the input is wrong.
+        """
+        same = {name: getattr(self, name) for name in SamplingRequest.__struct_fields__}
+        tools = [chat.Tool(type="function", function=one) for one in self.tools or ()]
+        return chat.ChatRequest(
+            **same, messages=messages_of(self.input, self.instructions),
+            max_completion_tokens=self.max_output_tokens, logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs, tools=tools or None,
+            tool_choice=self._chat_tool_choice(), parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs, response_format=self._chat_format(),
+        )  # fmt: skip
+
+    def _chat_format(self) -> ResponseFormat | None:
+        if isinstance(self._format, NamedSchemaFormat):
+            return JsonSchemaFormat(json_schema=JsonSchema(schema=self._format.schema))
+        return self._format
+
+    def _chat_tool_choice(self) -> chat.ToolChoice | None:
+        match self.tool_choice:
+            case ChosenFunction(name=name):
+                return chat.NamedTool(function=chat.NamedFunction(name=name))
+            case AllowedFunctions(mode=mode, tools=tools):
+                some = [chat.OneOfTools(type="function", function=one) for one in tools]
+                allowed = chat.AllowedTools(mode=mode, tools=some)
+                return chat.AllowedToolChoice(allowed_tools=allowed)
+            case choice:
+                return choice
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """What comes back with the answer, as arguments of `Response`."""
+        text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
+        told = msgspec.to_builtins
+        return {
+            "model": self.model, "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens, "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": told(text.format or TextFormat())},
+            "tool_choice": "auto" if self.tool_choice is None else told(self.tool_choice),
+            "tools": told(self.tools or []), "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+        }  # fmt: skip
+
+
+_CHAT_NAMES = (
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^messages(\[\d+\].*)?"), "input"),
+    (re.compile(r"^max_completion_tokens$"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^logprobs$"), "include"),
+)
+
+
+def field_name(name: str) -> str:
+    """Return the name of a chat completion's field in a request for a response."""
+    for pattern, ours in _CHAT_NAMES:
+        name = pattern.sub(ours, name)
+    return name
+
+
+def renamed(fault: ApiError) -> ApiError:
+    """Return what to say of a fault that was found in the chat completion."""
+    if fault.param is None or fault.status != 400:
+        return fault
+    param = field_name(fault.param)
+    message = param + fault.message.removeprefix(fault.param)
+    if not fault.message.startswith(fault.param):
+        message = fault.message
+    return ApiError(400, message, type=fault.type, param=param, code=fault.code)
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────
+
+
+class OutputText(Body, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+    """A text of a message."""
+
+    text: str
+    annotations: list[None] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+
+
+class OutputMessage(Body, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    """What the model said."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: _Status
+    content: list[OutputText]
+
+
+class OutputCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A function that the model called; its arguments are meant to be JSON."""
+
+    id: str
+    status: _Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReasoningText(Body, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Reasoning."""
+
+    text: str
+
+
+class OutputReasoning(Body, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought; nobody summarises it."""
+
+    id: str
+    status: _Status
+    summary: list[None] = msgspec.field(default_factory=list)
+    content: list[ReasoningText]
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
+class InputTokensDetails(Body, frozen=True, kw_only=True):
+    """Of the input's tokens, those found in the prefix cache, and those put there."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Body, frozen=True, kw_only=True):
+    """Of the new tokens, those of reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Body, frozen=True, kw_only=True):
+    """Token counts of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt: int, new: int, *, cached: int, reasoning: int) -> ResponsesUsage:
+        """Return what was counted."""
+        return cls(
+            input_tokens=prompt, input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=new, total_tokens=prompt + new,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
+        )  # fmt: skip
+
+
+class ResponseFault(Body, frozen=True, kw_only=True):
+    """Why a response failed amid its stream; OpenAI has a list of codes, `type` is ours."""
+
+    code: Literal["server_error"] = "server_error"
+    message: str
+    type: str | None
+
+
+class IncompleteDetails(Body, frozen=True, kw_only=True):
+    """Why an answer is not whole."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class Response(Body, frozen=True, kw_only=True):
+    """The answer, and what it was asked with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFault | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem]
+    usage: ResponsesUsage | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    store: Literal[False] = False
+    service_tier: Literal["default"] = "default"
+    safety_identifier: None = None
+    prompt_cache_key: None = None

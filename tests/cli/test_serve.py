@@ -1,0 +1,301 @@
+"""`aneuron serve` as a process: where it listens, who may ask, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from http.client import HTTPConnection, IncompleteRead
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aneuron.cli.serve import ServerSettings, _config, _keys, _read_template, _set_template, _warn
+from aneuron.errors import ConfigError
+from aneuron.server.config import ServerConfig
+from aneuron.server.http.addresses import bind, forget
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Command
+
+command = import_module("aneuron.cli.serve")
+pytestmark = pytest.mark.timeout(60)
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+WAIT_S = 30.0
+
+
+def environment(**given: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "ANEURON_API_KEY"} | given
+
+
+def wait_for(child: Any, pattern: str) -> re.Match[str]:
+    """Read what the process says until it says this."""
+    said, end_s = "", time.monotonic() + WAIT_S
+    while (found := re.search(pattern, said)) is None:
+        ready, _, _ = select.select([child.stderr], [], [], end_s - time.monotonic())
+        chunk = os.read(child.stderr.fileno(), 1 << 16) if ready else b""
+        assert chunk, f"no {pattern!r} in {said!r}"
+        said += chunk.decode()
+    return found
+
+
+def listening(child: Any) -> HTTPConnection:
+    found = wait_for(child, r"at http://127\.0\.0\.1:(\d+) .*\n")
+    return HTTPConnection("127.0.0.1", int(found[1]), timeout=WAIT_S)
+
+
+def ask(connection: HTTPConnection, **fields: Any) -> Any:
+    body = {"model": "sim:count", "prompt": "abc", "max_tokens": 4} | fields
+    headers = {"content-type": "application/json", "authorization": "Bearer one"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection.getresponse()
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────
+
+
+@needs_posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_a_signal(process: Any, number: signal.Signals) -> None:
+    with process("serve", "sim:count", "--port=0", env=environment()) as child:
+        connection = listening(child)
+        answer = json.loads(ask(connection).read())
+        assert answer["choices"][0]["text"] == "defg"
+        assert answer["model"] == "sim:count"
+        child.send_signal(number)
+        out, err = child.communicate(timeout=WAIT_S)
+        connection.close()
+    assert (child.returncode, out) == (0, b"")
+    assert err == b"" or err.startswith(b"stopping: open requests (1) may")  # and nothing more
+
+
+@needs_posix
+def test_names_and_keys(process: Any) -> None:
+    options = ["--served-model-name=a", "--served-model-name=b", "--api-key=one", "--api-key=two"]
+    with process("serve", "sim:count", "--port=0", *options, env=environment()) as child:
+        connection = listening(child)
+        assert json.loads(ask(connection, model="a").read())["model"] == "a"
+        assert ask(connection, model="b").read()[:6] == b'{"id":'
+        response = ask(connection, model="sim:count")
+        assert (response.status, response.read()[:9]) == (404, b'{"error":')
+        connection.request("GET", "/v1/models")
+        response = connection.getresponse()
+        assert (response.status, response.read()[:9]) == (401, b'{"error":')
+        connection.close()
+
+
+@needs_posix
+def test_a_key_from_the_environment(process: Any) -> None:
+    with process("serve", "sim:count", "--port=0", env=environment(ANEURON_API_KEY="x")) as child:
+        connection = listening(child)
+        response = ask(connection)
+        assert (response.status, response.read()[:9]) == (401, b'{"error":')
+        connection.close()
+
+
+@needs_posix
+def test_a_full_queue_is_told_so(process: Any) -> None:
+    options = ["--max-num-seqs=1", "--max-waiting=0", "--port=0"]
+    with process("serve", "sim:count", *options, env=environment()) as child:
+        connection = listening(child)
+        held = ask(connection, max_tokens=30_000, stream=True)
+        assert held.readline().startswith(b"data: {")
+        second = HTTPConnection("127.0.0.1", connection.port, timeout=WAIT_S)
+        response = ask(second)
+        assert (response.status, response.read()[:9]) == (429, b'{"error":')
+        assert int(response.headers["retry-after"]) >= 1
+        held.close()
+        connection.close()
+        second.close()
+
+
+# ── the end ─────────────────────────────────────────────────────────────────────────────
+
+
+@needs_posix
+def test_open_requests_are_finished_and_new_ones_refused(process: Any) -> None:  # case 80
+    with process("serve", "sim:count", "--port=0", env=environment()) as child:
+        connection = listening(child)
+        second = HTTPConnection("127.0.0.1", connection.port, timeout=WAIT_S)
+        response = ask(connection, max_tokens=3000, stream=True)
+        first = response.readline()
+        assert first.startswith(b"data: {")
+        child.send_signal(signal.SIGTERM)
+        wait_for(child, r"stopping: open requests \(1\) may go on for 30 s")
+        refused = ask(second)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        refused.read()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        assert child.wait(WAIT_S) == 0
+        connection.close()
+        second.close()
+
+
+@needs_posix
+def test_what_goes_on_too_long_is_ended(process: Any) -> None:  # case 80
+    options = ["--port=0", "--drain-s=0"]
+    with process("serve", "sim:count", *options, env=environment()) as child:
+        connection = listening(child)
+        response = ask(connection, max_tokens=30_000, stream=True)
+        assert response.readline().startswith(b"data: {")
+        child.send_signal(signal.SIGTERM)
+        with pytest.raises(IncompleteRead) as cut:
+            response.read()
+        rest = cut.value.partial
+        assert b'"error"' in rest
+        assert b"[DONE]" not in rest
+        assert child.wait(WAIT_S) == 0
+        connection.close()
+
+
+@needs_posix
+def test_a_second_signal_does_not_wait(process: Any) -> None:
+    with process("serve", "sim:count", "--port=0", env=environment()) as child:
+        connection = listening(child)
+        response = ask(connection, max_tokens=30_000, stream=True)
+        assert response.readline().startswith(b"data: {")
+        child.send_signal(signal.SIGTERM)
+        wait_for(child, "a second signal ends them")
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(WAIT_S) == 130
+        assert b"Traceback" not in child.stderr.read()
+        response.close()
+        connection.close()
+
+
+# ── what it refuses to begin with ───────────────────────────────────────────────────────
+
+
+def test_a_port_in_use_costs_no_model(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "opened", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = aneuron("serve", "sim:count", f"--port={port}")
+    said = f"error: cannot listen on 127.0.0.1:{port}: the address is in use\n"
+    assert (result.status, result.out, result.err) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--drain-s=-1"], "error: --drain-s must be"),
+        (["--reasoning-field=x"], "error: --reasoning-field must be"),
+        (["--max-body-bytes=0"], "error: --max-body-bytes must be"),
+        (["--max-connections=0"], "error: --max-connections must be"),
+        (["--max-num-seqs=0"], "error: --max-num-seqs must be"),
+        (["--max-waiting=-1"], "error: --max-waiting must be"),
+        (["--max-model-len=0"], "error: --max-model-len must be"),
+        (["--api-key="], "error: --api-key must be"),
+        (["--api-key=a b"], "error: --api-key must be"),
+        (["--chat-template=no/such/file"], "error: --chat-template no/such/file: "),
+        (["--host=192.0.2.1"], "error: cannot listen on 192.0.2.1:0: "),
+        (["--tool-call-parser=nonsense"], "error: --tool-call-parser"),
+    ],
+)
+def test_wrong_settings(aneuron: Command, options: list[str], said: str) -> None:
+    result = aneuron("serve", "sim:count", "--port=0", *options)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(said)
+
+
+def test_a_template_needs_a_tokenizer_that_takes_one(aneuron: Command, tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}")
+    result = aneuron("serve", "sim:count", "--port=0", f"--chat-template={file}")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == "error: --chat-template: this model's tokenizer takes no template\n"
+
+
+async def test_a_template_from_a_file_is_the_model_s(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ messages }}é", encoding="utf-8")
+    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="its own"))
+    _set_template(engine, await _read_template(None))
+    assert engine.tokenizer.chat_template == "its own"
+    _set_template(engine, await _read_template(file))
+    assert engine.tokenizer.chat_template == "{{ messages }}é"
+
+
+@pytest.mark.parametrize("package", ["msgspec", "starlette", "uvicorn"])
+def test_a_missing_extra_is_named(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    def without(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(command, "import_module", without)
+    result = aneuron("serve", "sim:count")
+    assert result.status == 2
+    assert 'pip install "aneuron[serve]"' in result.err
+    assert package in result.err
+
+
+def test_another_import_error_is_ours(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'aneuron.x'", name="aneuron.x")
+
+    monkeypatch.setattr(command, "import_module", without)
+    with pytest.raises(ModuleNotFoundError):
+        aneuron("serve", "sim:count")
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────
+
+
+def test_keys_come_from_the_command_line_or_else_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ANEURON_API_KEY", raising=False)
+    assert _keys(()) == ()
+    assert _keys(("one",)) == ("one",)
+    monkeypatch.setenv("ANEURON_API_KEY", "two three")
+    assert _keys(()) == ("two", "three")
+    assert _keys(("one",)) == ("one",)
+    monkeypatch.setenv("ANEURON_API_KEY", " ")  # a secret that was not filled in
+    with pytest.raises(ConfigError, match="ANEURON_API_KEY must be a key"):
+        _keys(())
+
+
+def test_settings_become_the_server_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANEURON_API_KEY", raising=False)
+    assert _config("m", ServerSettings()) == ServerConfig(served_model_names=("m",))
+    given = ServerSettings(tool_call_parser="none", cors_origin=("*",), drain_s=1.0)
+    config = _config("m", given)
+    assert (config.tool_parser, config.cors_origins, config.drain_s) == (None, ("*",), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [("127.0.0.1", (), False), ("0.0.0.0", (), True), ("0.0.0.0", ("one",), False)],
+)
+def test_an_open_door_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], host: str, keys: tuple[str, ...], warns: bool
+) -> None:
+    sockets = bind(host, 0)
+    _warn(sockets, ServerConfig(api_keys=keys))
+    forget(sockets, [])
+    assert capsys.readouterr().err.startswith("warning: whoever reaches 0.0.0.0") is warns
+
+
+@needs_posix
+def test_many_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    given: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    command._raise_file_limit()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
+    command._raise_file_limit()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (90_000, 100_000))
+    command._raise_file_limit()
+    assert given == [(4096, 4096), (65_536, resource.RLIM_INFINITY)]
