@@ -62,8 +62,9 @@ class EngineConfig:
         max_num_batched_tokens: most prompt tokens in one step; longer prompts are cut.
         interleaved_prefill_tokens: the same for a step between those of many requests that decode:
             the less, the shorter the gaps between their tokens, and the longer until others have
-            their first. While n decode it is `max_num_batched_tokens` / n, if that is more. None
-            takes 64 on a processor, elsewhere `max_num_batched_tokens`.
+            their first. It is more while few decode (`max_num_batched_tokens` / n), and while many
+            tokens wait (1/96 of them). None takes 64 on a processor, elsewhere
+            `max_num_batched_tokens`.
         max_waiting: most requests beside `max_num_seqs`, each choice counting as one; beyond,
             `generate` raises `Overloaded`. None is any number.
         scheduling_policy: "fcfs" serves first who came first; "priority" who has the lowest

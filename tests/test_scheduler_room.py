@@ -243,3 +243,31 @@ def test_a_prefill_between_decodes_is_short() -> None:
         seen.append(counts)
     assert seen[:3] == [[64], [64], [32, 32]]
     assert seen[-1] == [10] * 6 + [4]
+
+
+def test_a_prefill_between_decodes_grows_with_what_waits() -> None:
+    """What waits now is let in within some 96 such steps, however many decode."""
+    scheduler = scheduler_of(num_blocks=9000, max_num_seqs=80, budget=256, interleaved=4)
+    for number in range(64):
+        added(scheduler, number, 2, max_tokens=500)
+    while scheduler._decodes.num_active < 64:
+        answer(scheduler, scheduled(scheduler))
+    late = [added(scheduler, number, 128, max_tokens=500) for number in range(64, 79)]
+    assert scheduler._queue.num_tokens == 1920
+    for one in late[12:]:
+        scheduler.finish(one, FinishReason.ABORT)
+    assert scheduler._queue.num_tokens == 1536
+    counts = []
+    while scheduler._prompts.unfinished or scheduler.num_waiting:
+        plan = scheduled(scheduler)
+        if plan.is_prefill:
+            counts.append(int(plan.num_scheduled.sum()))
+        answer(scheduler, plan)
+    assert counts[0] == 16
+    left, grown = 1536, []
+    for count in counts:
+        grown.append(count <= max(4, left // 96))
+        left -= count
+    assert all(grown), "a 96th of those that are left, also of a prompt's rest"
+    assert len(counts) < 250, "with 4 a step it would be 384"
+    assert scheduler._queue.num_tokens == 0

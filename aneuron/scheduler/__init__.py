@@ -190,7 +190,7 @@ class Scheduler:
         if not (self._prompts.unfinished or self._queue):
             return None
         self._make_way()  # first: who goes is not planned here any more
-        chunks = self._prompts.chunks(self._decodes.num_active)
+        chunks = self._prompts.chunks(self._decodes.num_active, self._queue.num_tokens)
         new: list[NewRequest] = []
         for slot in tuple(self._prompts.unfinished):
             self._admit(chunks, new, ahead_of=self._slots.rank_of(slot))

@@ -24,14 +24,20 @@ def rank(request: Request) -> tuple[int, int]:
 
 
 class WaitingQueue:
-    """Requests by rank; one that stands for several choices counts as many."""
+    """Requests by rank; one that stands for several choices counts as many.
+
+    Attributes:
+        num_requests: that wait.
+        num_tokens: of theirs, prompts and what was generated before they were preempted.
+    """
 
     def __init__(self) -> None:
         """Make an empty queue."""
         self._requests: dict[int, Request] = {}
+        self._sizes: dict[int, int] = {}  # as they came: a step in flight may add a token
         # Those that left stay in the heap until they come up.
         self._heap: list[tuple[int, int]] = []
-        self.num_requests = 0
+        self.num_requests = self.num_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -43,6 +49,8 @@ class WaitingQueue:
         """Let a request wait, with the choices that wait for its prompt."""
         self._requests[request.request_id] = request
         self.num_requests += 1 + len(request.unforked)
+        size = self._sizes[request.request_id] = request.prompt_len + len(request.output_ids)
+        self.num_tokens += size
         heappush(self._heap, rank(request))
 
     def discard(self, request: Request) -> None:
@@ -50,6 +58,7 @@ class WaitingQueue:
         if self._requests.pop(request.request_id, None) is None:
             return
         self.num_requests -= 1 + len(request.unforked)
+        self.num_tokens -= self._sizes.pop(request.request_id)
         if len(self._heap) > 2 * len(self._requests) + 16:
             self._heap = sorted(map(rank, self._requests.values()))
 

@@ -347,7 +347,29 @@ def test_packed_weights_are_kept_and_mapped(
     assert other != file
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text() + "\n")
-    assert store.packed_file(tmp_path / "model", "int8", "float32") != file
+    newer = store.packed_file(tmp_path / "model", "int8", "float32")
+    assert newer != file
+    store.save_packed(newer, tensors, "int8")
+    assert newer.exists()
+    assert not file.exists(), "the same model's, before it was changed"
+
+
+def test_packed_weights_of_others_are_left(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another dtype, and another directory of the same name: they may be used in turns."""
+    monkeypatch.setenv("ANEURON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_LEAST_BYTES", 0)
+    make_model("llama", tmp_path / "model")
+    make_model("llama", tmp_path / "other" / "model")
+    tensors = {"one": torch.zeros(3)}
+    files = [
+        store.packed_file(folder, kind, dtype)
+        for folder in (tmp_path / "model", tmp_path / "other" / "model")
+        for kind, dtype in (("int8", "float32"), ("int8", "bfloat16"), ("bfloat16", "bfloat16"))
+    ]
+    for file in files:
+        store.save_packed(file, tensors, file.name.split("-")[1])
+    assert all(file.exists() for file in files)
+    assert len(set(files)) == 6
 
 
 def test_without_a_compiler_there_is_no_library(monkeypatch: Any, tmp_path: Path) -> None:
@@ -497,7 +519,7 @@ def test_plain_loops_give_nearly_the_same(
     target = tmp_path_factory.getbasetemp() / "plain.so"
     if not target.exists():
         flags = [one for one in build._FLAGS if one not in ("-march=native", "-O3")]
-        command = [*build._compilers()[0], "-O1", *flags, str(build._FOLDER / build._MAIN)]
+        command = [*build.compilers()[0], "-O1", *flags, str(build._FOLDER / build._MAIN)]
         subprocess.run([*command, "-o", str(target)], check=True, timeout=110)
     plain = load_library(target)
     assert not plain.has_avx512

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from aneuron.models.files.cache import cache_dir
 
-__all__ = ["built_library", "compile_library"]
+__all__ = ["NEEDED_FLAGS", "built_library", "compile_library", "compilers", "has_kernels"]
 
 _logger = logging.getLogger("aneuron.native")
 
@@ -39,7 +39,7 @@ _FLAGS = (
     "-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w",
 )  # fmt: skip
 _COMPILERS = ("c++", "g++", "clang++")
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
 _TIMEOUT_S = 600.0
 
 
@@ -52,12 +52,14 @@ def built_library() -> Path | None:
 def compile_library() -> Path | None:
     """Return the library, compiling it if need be; None if that cannot be."""
     if not has_kernels():
-        _logger.info("this processor lacks AVX-512 with VNNI and BF16: models run eagerly")
+        _logger.warning(
+            "this processor lacks AVX-512 with VNNI and BF16: models run eagerly, which is slower"
+        )
         return None
     if (path := built_library()) is not None:
         return path
-    if not _compilers():
-        _logger.info("no C++ compiler is installed: models run eagerly, which is slower")
+    if not compilers():
+        _logger.warning("no C++ compiler is installed: models run eagerly, which is slower")
         return None
     started_s = time.perf_counter()
     _logger.info(
@@ -86,7 +88,7 @@ def has_kernels() -> bool:
     except OSError:
         return False
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(flags.split()) >= _NEEDED
+    return set(flags.split()) >= NEEDED_FLAGS
 
 
 def _path() -> Path:
@@ -125,7 +127,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))
 
 
-def _compilers() -> list[list[str]]:
+def compilers() -> list[list[str]]:
     """Return the commands of compilers that are there; one that CXX names comes first."""
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named and shutil.which(named[0]) else []
@@ -148,7 +150,7 @@ def _main() -> str | None:
                 return None
             for left in path.parent.glob("compiling-*"):
                 shutil.rmtree(left, ignore_errors=True)
-            for command in _compilers():
+            for command in compilers():
                 fault = _compile(command, path)
                 if fault is None:
                     return None

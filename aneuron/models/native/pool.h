@@ -1,6 +1,7 @@
 // Threads that work on one step together. None waits for a thread that has not come yet: what it
 // does not take, the others do. So one that waits for a core, which another thread has, perhaps this
-// process's own event loop, holds nobody up unless it was interrupted amid its work.
+// process's own event loop, holds nobody up unless it was interrupted amid its work, or on its way
+// in: a run ends when all that came in are out.
 #pragma once
 
 #include <atomic>

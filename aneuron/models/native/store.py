@@ -7,6 +7,7 @@ is a safetensors file, so nothing in it is code; its name says what it was made 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -29,6 +30,7 @@ __all__ = ["load_packed", "packed_file", "save_packed"]
 _logger = logging.getLogger("aneuron.native")
 
 _CODE = ("packing.py", "program.py")  # what the layouts follow from
+_PLACE_DIGITS, _CONTENT_DIGITS = 8, 12  # of hashes, in the file's name
 _LEAST_BYTES = 2**24  # packed in no time
 _MOST_PLAIN_BYTES = 2**30  # unquantised weights are packed anew each time beyond this
 
@@ -44,8 +46,8 @@ def packed_file(folder: Path, kind: str, dtype: str) -> Path:
     Raises:
         ConfigError: one of its files is missing.
     """
-    parts = kind, dtype, str(folder.resolve())
-    digest = hashlib.sha256("\0".join(parts).encode())
+    place = hashlib.sha256(f"{dtype}\0{folder.resolve()}".encode()).hexdigest()[:_PLACE_DIGITS]
+    digest = hashlib.sha256(kind.encode())
     for name in _CODE:
         digest.update((Path(__file__).parent / name).read_bytes())
     for file in sorted({folder / "config.json", *weight_files(folder)}):
@@ -54,7 +56,8 @@ def packed_file(folder: Path, kind: str, dtype: str) -> Path:
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error}", param=file.name) from error
         digest.update(f"{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
-    return cache_dir() / "native" / f"{folder.name}-{kind}-{digest.hexdigest()[:20]}.safetensors"
+    name = f"{folder.name}-{kind}-{place}{digest.hexdigest()[:_CONTENT_DIGITS]}.safetensors"
+    return cache_dir() / "native" / name
 
 
 def load_packed(file: Path) -> dict[str, torch.Tensor] | None:
@@ -93,9 +96,9 @@ def save_packed(file: Path, tensors: dict[str, torch.Tensor], kind: str) -> None
 
 
 def _remove_older(file: Path) -> None:
-    """Remove what the same model was packed as before, of this kind."""
-    stem = file.name.rpartition("-")[0]
-    for other in file.parent.glob(f"{stem}-*{file.suffix}"):
+    """Remove what the same directory was packed as before, of this kind and dtype."""
+    same = glob.escape(file.stem[:-_CONTENT_DIGITS])
+    for other in file.parent.glob(f"{same}{'?' * _CONTENT_DIGITS}{file.suffix}"):
         if other != file:
             with contextlib.suppress(OSError):
                 other.unlink()

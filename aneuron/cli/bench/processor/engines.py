@@ -121,6 +121,7 @@ class Transformers:
         import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(wanted.num_threads)
         dtype = getattr(torch, wanted.dtype)
         model = AutoModelForCausalLM.from_pretrained(wanted.path, dtype=dtype).eval()
 
