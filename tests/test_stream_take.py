@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aneuron import Engine, FinishReason
-from aneuron.errors import DeviceError, InvalidRequest
-from aneuron.testing import Fault, count_engine, no_leaks
+from aneuron.errors import DeviceError, InternalError, InvalidRequest
+from aneuron.testing import ByteTokenizer, Fault, count_engine, no_leaks
 from tests.support import after, every_carry, start
 
 
@@ -52,6 +52,31 @@ async def test_an_error_comes_behind_what_was_there() -> None:
                 items += taken
         assert [one.token_id for one in items] == after(10, len(items))
         assert len(items) == 3
+
+
+async def test_what_was_decoded_comes_before_what_cannot_be() -> None:
+    class Broken(ByteTokenizer):
+        def decode_stream(self, prompt_ids: Any, **options: Any) -> Any:
+            inner = super().decode_stream(prompt_ids, **options)
+
+            class Failing:
+                def step(self, token_id: int) -> str:
+                    if token_id == 15:
+                        raise ValueError("no text")
+                    return inner.step(token_id)
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(inner, name)
+
+            return Failing()
+
+    async with count_engine(tokenizer=Broken()) as engine, no_leaks(engine):
+        stream = start(engine, 10, 50)
+        await engine.wait_idle()
+        assert [one.token_id for one in await stream.take()] == after(10, 4)
+        with pytest.raises(InternalError, match="no text"):
+            await stream.take()
+        assert await stream.take() == []
 
 
 async def test_an_abort_ends_it() -> None:

@@ -45,6 +45,23 @@ app.command(
     name="serve",
     help="Serve a model over HTTP, as OpenAI's clients expect.",
 )
+app.command(
+    "aneuron.cli.models:models",
+    name="models",
+    help="See, fetch, describe and remove models.",
+)
+app.command(
+    "aneuron.cli.doctor:doctor",
+    name="doctor",
+    help="Tell what this machine can run, and why not.",
+    help_epilogue="",  # it takes no MODEL
+)
+app.command(
+    "aneuron.cli.top:top",
+    name="top",
+    help="Watch a running server: requests, tokens, KV cache, latencies, breaks, lag.",
+    help_epilogue="",  # it takes no MODEL
+)
 app.command("aneuron.cli.bench:bench", name="bench", help="Measure the engine.")
 app.command(
     "aneuron.cli.simulate:simulate",

@@ -19,6 +19,7 @@ from aneuron.cli.options import ChatSampling, EngineSettings
 from aneuron.cli.run import show
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import describe, note
+from aneuron.cli.ticker import StatsSettings
 from aneuron.errors import (
     AneuronError,
     ConfigError,
@@ -41,6 +42,7 @@ __all__ = ["Conversation", "chat"]
 
 _ENGINE = EngineSettings()
 _SAMPLING = ChatSampling()
+_STATS = StatsSettings()
 _COMMAND = re.compile(r"/[a-z]+")  # and nothing else on the line
 _HELP = "/reset forgets the conversation, /exit ends it, /help shows this; Ctrl-C ends an answer"
 _TWICE_S = 1.0  # a second Ctrl-C within this time ends the conversation
@@ -52,6 +54,7 @@ async def chat(
     *,
     system: str | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
+    stats: StatsSettings = _STATS,
     sampling: ChatSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,
 ) -> int:
@@ -61,10 +64,12 @@ async def chat(
         model: A built-in name, a directory, a .gguf file, a Hugging Face id, or sim:count.
         system: A system message at the start.
         quiet: Do not show how far fetching and loading are, nor how to begin.
+        stats: What is told of the engine.
         sampling: How tokens are chosen.
         engine: How the model runs.
     """
     params = sampling.params()
+    stats.check()
     stdin = Stdin()
     async with opened(model, engine, quiet=quiet) as opened_engine:
         if getattr(opened_engine.tokenizer, "chat_template", "") is None:
@@ -72,7 +77,7 @@ async def chat(
         if stdin.is_terminal and not quiet:
             note(f"{model} on {opened_engine.device.name}. {_HELP}.")
         conversation = Conversation(opened_engine, params, stdin, system=system)
-        with conversation.interruptible():
+        with conversation.interruptible(), stats.ticker(opened_engine):
             return await conversation.run()
 
 

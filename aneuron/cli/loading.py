@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from aneuron.cli.options import EngineSettings
     from aneuron.engine import Engine
+    from aneuron.models.catalog import Progress
 
-__all__ = ["opened"]
+__all__ = ["opened", "reporting"]
 
 
 @contextlib.asynccontextmanager
@@ -44,6 +45,11 @@ async def opened(model: str, settings: EngineSettings, *, quiet: bool) -> AsyncI
             await engine.aclose()
 
 
+def reporting(model: str, *, quiet: bool) -> contextlib.AbstractContextManager[Progress]:
+    """Return, to be entered, what tells on stderr how far fetching and loading a model are."""
+    return _Reporter(model, quiet=quiet)
+
+
 class _Told(logging.Handler):
     """Says on stderr what goes on behind an open engine: that its steps are being compiled."""
 
@@ -53,7 +59,10 @@ class _Told(logging.Handler):
         self._level = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        try:
+            note(record.getMessage())
+        except Exception:  # noqa: BLE001  stderr may be gone: what goes on behind goes on
+            self.handleError(record)
 
     def __enter__(self) -> Self:
         if not logging.getLogger().handlers:  # else they are shown already

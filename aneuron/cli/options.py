@@ -35,6 +35,7 @@ class EngineSettings:
         token_carry: How tokens travel from step to step: auto, host, handoff or resident.
         enable_prefix_caching: Share the KV cache of prompts that begin alike.
         max_num_batched_tokens: Most prompt tokens in one step; longer prompts are cut.
+        interleaved_prefill_tokens: The same between steps of many that decode; as the device says.
         num_kv_blocks: Blocks of 16 tokens in the KV cache; by default, as memory allows.
     """
 
@@ -50,6 +51,7 @@ class EngineSettings:
     token_carry: str = "auto"
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 512
+    interleaved_prefill_tokens: int | None = None
     num_kv_blocks: int | None = None
 
 

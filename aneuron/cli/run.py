@@ -18,6 +18,7 @@ from aneuron.cli.options import EngineSettings, SeveralSampling
 from aneuron.cli.report import answer, facts, print_stats
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import note
+from aneuron.cli.ticker import StatsSettings
 from aneuron.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = ["Flag", "read_prompt", "run", "show", "submit"]
 _PATIENCE_S = 5.0  # for a stdin that may have more of a prompt, or be open by accident
 _ENGINE = EngineSettings()
 _SAMPLING = SeveralSampling()
+_STATS = StatsSettings()
 Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -41,7 +43,7 @@ async def run(
     *,
     system: str | None = None,
     raw: Flag = False,
-    stats: Flag = False,
+    stats: StatsSettings = _STATS,
     as_json: Annotated[Flag, Parameter(name="--json")] = False,
     quiet: Flag = False,
     sampling: SeveralSampling = _SAMPLING,
@@ -54,28 +56,30 @@ async def run(
         prompt: The prompt. What is piped in is put below it, or is the prompt.
         system: A system message before the prompt.
         raw: Give the prompt to the model as it is, without its chat template.
-        stats: Say at the end, on stderr, how fast it was.
+        stats: What is told of the engine.
         as_json: Print one JSON object in place of the text.
         quiet: Do not show how far fetching and loading are.
         sampling: How tokens are chosen.
         engine: How the model runs.
     """
     params = sampling.params()
+    stats.check()
     text = await read_prompt(prompt)
     started_s = time.monotonic()
     async with opened(model, engine, quiet=quiet or as_json) as opened_engine:
         load_s = time.monotonic() - started_s
-        stream = submit(opened_engine, text, params, system=system, raw=raw)
-        # Of several, the tokens come mixed: they are shown when all have ended.
-        completion = await (stream if as_json or params.n > 1 else show(stream))
-        await opened_engine.wait_idle()
+        with stats.ticker(opened_engine):
+            stream = submit(opened_engine, text, params, system=system, raw=raw)
+            # Of several, the tokens come mixed: they are shown when all have ended.
+            completion = await (stream if as_json or params.n > 1 else show(stream))
+            await opened_engine.wait_idle()
         told = facts(model, opened_engine, completion, load_s)
     if as_json:
         print(json.dumps(answer(completion) | told, ensure_ascii=False), flush=True)
         return
     if params.n > 1:
         _print_choices(completion)
-    if stats:
+    if stats.stats:
         print_stats(completion, told)
 
 

@@ -21,6 +21,7 @@ from cyclopts import Group, Parameter
 from aneuron.cli.loading import opened
 from aneuron.cli.options import EngineSettings
 from aneuron.cli.terminal import INTERRUPTED, note
+from aneuron.cli.ticker import StatsSettings
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "max_waiting": "--max-waiting",
     "reasoning_field": "--reasoning-field",
+    "scheduling_policy": "--scheduling-policy",
     "served_model_names": "--served-model-name",
     "tool_parser": "--tool-call-parser",
 }
@@ -90,14 +92,19 @@ class ServedEngine(EngineSettings):
     Attributes:
         max_num_seqs: Most requests in one step.
         max_waiting: Most requests beside those; beyond, they are answered 429.
+        scheduling_policy: Who comes first: fcfs, or by the requests' priority.
+        timeline: Keep the times of the last steps, for the picture on the page at /.
     """
 
     max_num_seqs: int = 64
     max_waiting: int | None = 1024
+    scheduling_policy: str = "fcfs"
+    timeline: bool = True
 
 
 _SERVER = ServerSettings()
 _ENGINE = ServedEngine()
+_STATS = StatsSettings()
 
 
 async def serve(
@@ -105,6 +112,7 @@ async def serve(
     /,
     *,
     quiet: Annotated[bool, Parameter(negative="")] = False,
+    stats: StatsSettings = _STATS,
     server: ServerSettings = _SERVER,
     engine: ServedEngine = _ENGINE,
 ) -> int:
@@ -113,10 +121,12 @@ async def serve(
     Args:
         model: A built-in name, a directory, a .gguf file, a Hugging Face id, or sim:count.
         quiet: Do not show how far fetching and loading are.
+        stats: What is told of the engine; here also where stderr is no terminal.
         server: Where it listens, and who may do what.
         engine: How the model runs.
     """
     _check_extra()
+    stats.check()
     from aneuron.server.http import addresses
 
     try:
@@ -128,7 +138,8 @@ async def serve(
             _warn(sockets, config)
             async with opened(model, engine, quiet=quiet) as opened_engine:
                 _set_template(opened_engine, template)
-                return await _serve(opened_engine, config, server, sockets)
+                with stats.ticker(opened_engine, always=True):
+                    return await _serve(opened_engine, config, server, sockets)
         finally:
             await asyncio.to_thread(addresses.forget, sockets, urls)
     except ConfigError as error:

@@ -7,6 +7,7 @@ with; what went wrong is said on stderr, in the words of the command line.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from aneuron.errors import AneuronError, ConfigError, InternalError, RequestErro
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTERRUPTED", "call", "describe", "note"]
+__all__ = ["INTERRUPTED", "call", "describe", "note", "show_json"]
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 # A setting in a message: `max_tokens`, or as Python spells it, `async_scheduling=False`.
@@ -64,6 +65,11 @@ def _drop_output() -> None:
 def note(text: str, *, end: str = "\n") -> None:
     """Say something that is not part of an answer."""
     print(text, end=end, file=sys.stderr, flush=True)
+
+
+def show_json(result: dict[str, Any]) -> None:
+    """Print one JSON object, the result of a command, on a line."""
+    print(json.dumps(result, ensure_ascii=False), flush=True)
 
 
 def describe(error: AneuronError) -> str:

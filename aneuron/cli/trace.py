@@ -1,7 +1,8 @@
 """`aneuron trace`: one prompt, and a timeline of the steps that answered it.
 
 Comes in: a model's name and a prompt, as in `aneuron run`. Goes out: a Chrome trace, an SVG
-picture or both, as files; a summary on stderr. The answer's text is not shown.
+picture or both, as files; a summary on stderr, or with `--json` on stdout. The answer's text is
+not shown.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from aneuron.cli.loading import opened
 from aneuron.cli.options import EngineSettings, SeveralSampling
 from aneuron.cli.run import Flag, read_prompt, submit
-from aneuron.cli.terminal import note
+from aneuron.cli.terminal import note, show_json
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ async def trace(
     system: str | None = None,
     raw: Flag = False,
     quiet: Flag = False,
+    as_json: Annotated[Flag, Parameter(name="--json")] = False,
     sampling: SeveralSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,
 ) -> None:
@@ -55,15 +59,20 @@ async def trace(
         system: A system message before the prompt.
         raw: Give the prompt to the model as it is, without its chat template.
         quiet: Show neither how far fetching and loading are, nor the summary.
+        as_json: Print the summary as one JSON object; then no file need be written.
         sampling: How tokens are chosen.
         engine: How the model runs.
     """
+    if out is None and svg is None and not as_json:
+        raise ConfigError("there is nowhere to write to: give --out, --svg or both", param="out")
     await asyncio.to_thread(_check, out, svg, last=last, num_seqs=num_seqs)
     params = sampling.params()
     text = await read_prompt(prompt)
     timeline: Timeline | None = None
     try:
-        async with opened(model, _Traced(**asdict(engine)), quiet=quiet) as opened_engine:
+        async with opened(
+            model, _Traced(**asdict(engine)), quiet=quiet or as_json
+        ) as opened_engine:
             timeline = opened_engine.timeline
             send = partial(submit, opened_engine, text, params, system=system, raw=raw)
             for stream in [send() for _ in range(num_seqs)]:
@@ -76,10 +85,18 @@ async def trace(
                 note(problem)  # what went wrong first is what the status tells
         raise
     problems = await asyncio.to_thread(_write, timeline, out, svg, last)
-    if not quiet:
+    if as_json:
+        show_json(_told(model, timeline, out, svg))
+    elif not quiet:
         note(timeline.summary())
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _told(model: str, timeline: Timeline, out: Path | None, svg: Path | None) -> dict[str, Any]:
+    metrics = timeline.metrics()
+    files = {"out": None if out is None else str(out), "svg": None if svg is None else str(svg)}
+    return {"model": model, **files, **asdict(metrics), "idle_share": metrics.idle_share}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +108,6 @@ class _Traced(EngineSettings):
 
 def _check(out: Path | None, svg: Path | None, *, last: int, num_seqs: int) -> None:
     """Find what is wrong before a model is loaded."""
-    if out is None and svg is None:
-        raise ConfigError("there is nowhere to write to: give --out, --svg or both", param="out")
     for flag, number in (("--last", last), ("--num-seqs", num_seqs)):
         if number < 1:
             raise ConfigError(f"{flag} must be at least 1, not {number}")

@@ -19,14 +19,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import ConfigError
-from aneuron.models.files.cache import Progress, ensure, quiet
+from aneuron.models.files.cache import Progress, cache_dir, ensure, is_complete, quiet
 from aneuron.models.files.fetch import BuiltinModel, fetch_gguf
 from aneuron.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BUILTIN", "BuiltinModel", "Progress", "ResolvedModel", "resolve"]
+__all__ = ["BUILTIN", "BuiltinModel", "Progress", "ResolvedModel", "locate", "resolve"]
 
 BUILTIN: Mapping[str, BuiltinModel] = MappingProxyType(
     {
@@ -91,6 +91,48 @@ def resolve(
     raise _unknown(model)
 
 
+def locate(model: str, *, revision: str | None = None) -> ResolvedModel | None:
+    """Find the model as `resolve` does, and fetch or convert nothing.
+
+    Args:
+        model: as for `resolve`.
+        revision: likewise.
+
+    Returns:
+        It, or None where `resolve` would have to fetch or convert it.
+
+    Raises:
+        ConfigError: there is no such model, or its files are damaged or missing.
+    """
+    if (name := model.strip().lower()) in BUILTIN:
+        _check_no_revision(model, revision)
+        entry = cache_dir() / _builtin_entry(name)
+        return ResolvedModel(name, entry) if is_complete(entry) else None
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        _check_no_revision(model, revision)
+        entry = cache_dir() / _gguf_entry(path.absolute())
+        return ResolvedModel(path.stem, entry) if is_complete(entry) else None
+    if path.exists() or not _HUB_ID.fullmatch(model) or _is_path(model):
+        return resolve(model, revision=revision)  # a directory, or an error
+    return _in_hub_cache(model, revision)
+
+
+def _in_hub_cache(model: str, revision: str | None) -> ResolvedModel | None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        found = huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True)
+    except (OSError, ValueError, errors.HfHubHTTPError, errors.EntryNotFoundError):
+        return None
+    path = Path(found)
+    if not weight_files(path):
+        return None
+    _check_directory(path)
+    return ResolvedModel(model, path)
+
+
 def _refuse(message: str, param: str = "model") -> ConfigError:
     return ConfigError(message, param=param)
 
@@ -110,14 +152,25 @@ def _is_path(model: str) -> bool:
 def _unknown(model: str) -> ConfigError:
     if _is_path(model):
         return _refuse(f"no such file or directory: {model} (from {Path.cwd()})")
+    return _refuse(
+        f"unknown model {model!r}.{_hint(model)} Built in: {', '.join(BUILTIN)}. A model may also "
+        'be a directory, a .gguf file, or a Hugging Face id "org/name".'
+    )
+
+
+def _hint(model: str) -> str:
+    """Return a sentence with names like it, of those built in and those in a cache; or ""."""
     import difflib  # with its regular expressions slow to load, and for this line only
 
-    close = difflib.get_close_matches(model.lower(), BUILTIN, n=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return _refuse(
-        f"unknown model {model!r}.{hint} Built in: {', '.join(BUILTIN)}. A model may also be a "
-        'directory, a .gguf file, or a Hugging Face id "org/name".'
-    )
+    from aneuron.models.files.inventory import hub_models
+
+    known = {name.lower(): name for name in (*(one.name for one in hub_models()), *BUILTIN)}
+    close = difflib.get_close_matches(model.lower(), known, n=3)
+    return f" Did you mean {' or '.join(known[name] for name in close)}?" if close else ""
+
+
+def _builtin_entry(name: str) -> str:
+    return f"{name}-{BUILTIN[name].member_sha256[:12]}-v{_CONVERSION}"
 
 
 def _builtin(name: str, progress: Progress) -> Path:
@@ -130,8 +183,7 @@ def _builtin(name: str, progress: Progress) -> Path:
         source = ensure(f"{name}-gguf-{model.member_sha256[:12]}", fetch, progress=progress)
         _convert(source / model.file_name, into, progress)
 
-    entry = f"{name}-{model.member_sha256[:12]}-v{_CONVERSION}"
-    return ensure(entry, build, progress=progress)
+    return ensure(_builtin_entry(name), build, progress=progress)
 
 
 def _convert(gguf: Path, into: Path, progress: Progress) -> None:
@@ -153,13 +205,16 @@ def _local(path: Path, progress: Progress) -> ResolvedModel:
 
 
 def _from_gguf(path: Path, progress: Progress) -> Path:
+    return ensure(_gguf_entry(path), lambda into: _convert(path, into, progress), progress=progress)
+
+
+def _gguf_entry(path: Path) -> str:
     try:
         key = _content_key(path)
     except OSError as error:
         raise _refuse(f"cannot read {path}: {error}") from error
     stem = re.sub(r"[^\w.-]+", "-", path.stem).lower()[:60]
-    entry = f"{stem}-{key[:16]}-v{_CONVERSION}"
-    return ensure(entry, lambda into: _convert(path, into, progress), progress=progress)
+    return f"{stem}-{key[:16]}-v{_CONVERSION}"
 
 
 def _content_key(path: Path) -> str:
@@ -217,7 +272,7 @@ def _hub_failure(model: str, revision: str | None, error: Exception) -> ConfigEr
         why = f"{first} (is the machine offline?)"
     return _refuse(
         f"cannot get {model!r} from Hugging Face: {why}. It is no local path and no built-in "
-        f"name either; built in: {', '.join(BUILTIN)}."
+        f"name either; built in: {', '.join(BUILTIN)}.{_hint(model)}"
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from aneuron.config import MOST_CELLS
-from aneuron.device import open_device
+from aneuron.device import BUILTIN_DEVICES, open_device
 from aneuron.errors import ConfigError
 from aneuron.models.simulated import SimModel, simulated_model
 from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
+from aneuron.threads import use_compute_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +146,7 @@ def _open_device(model: str | Model, device: str | Device) -> Device:
     )
     if isinstance(device, str):
         device = open_device(("sim" if is_simulated else "cpu") if device == "auto" else device)
-    if is_simulated != (device.name == "sim"):
+    if device.name in BUILTIN_DEVICES and is_simulated != (device.name == "sim"):
         raise ConfigError(
             f"device {device.name!r} cannot run "
             + (
@@ -153,6 +154,8 @@ def _open_device(model: str | Model, device: str | Device) -> Device:
             ),
             param="device",
         )
+    if not is_simulated and (isinstance(model, str) or device.name == "cpu"):
+        use_compute_threads()
     return device
 
 

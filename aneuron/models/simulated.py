@@ -324,8 +324,12 @@ def simulated_model(name: str) -> SimModel:
     }
     kind = name.removeprefix("sim:")
     if kind not in models:
+        import difflib
+
+        close = difflib.get_close_matches(kind.lower(), models, n=1)
+        hint = f" did you mean sim:{close[0]}?" if close else ""
         raise ConfigError(
-            f"unknown simulated model {name!r}; known are "
+            f"unknown simulated model {name!r};{hint} known are "
             + ", ".join(f"sim:{known}" for known in models),
             param="model",
         )

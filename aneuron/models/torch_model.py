@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aneuron.models.native.program import NativeSteps
     from aneuron.plans import BlockCopies, ModelInput
 
-__all__ = ["TorchModel"]
+__all__ = ["TorchModel", "as_torch_dtype", "default_threads"]
 
 # Computed in about the time of a decode step of 32 rows and 600 tokens of context.
 _INTERLEAVED_TOKENS = 64
@@ -101,7 +101,7 @@ class TorchModel:
         Raises:
             ConfigError: a file is missing or corrupt, or the model is not supported.
         """
-        torch_dtype = _torch_dtype(dtype)
+        torch_dtype = as_torch_dtype(dtype)
         kv_dtype = torch.uint8 if kv_cache_dtype == "int8" else torch_dtype
         path = Path(path)
         raw = _read_json(path / "config.json")
@@ -234,7 +234,12 @@ def default_threads() -> int:
     return min(allowed)
 
 
-def _torch_dtype(dtype: str) -> torch.dtype:
+def as_torch_dtype(dtype: str) -> torch.dtype:
+    """Return what weights are computed in here; `auto` is as `TorchModel.load` has it.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
     if dtype == "auto":
         return torch.bfloat16 if _has_bfloat16() else torch.float32
     if dtype not in _DTYPES:

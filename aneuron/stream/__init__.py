@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import CancelledError, current_task
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from aneuron.errors import AneuronError, InternalError
 from aneuron.outputs import Completion, FinishReason, Token, Usage
@@ -110,6 +110,9 @@ class TokenStream:
         return Usage(request.prompt_len, num_tokens, request.cached_tokens or 0)
 
     # ── iterating ───────────────────────────────────────────────────────────────────────
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("tokens are awaited: `async for token in stream`, or `await stream`")
 
     def __aiter__(self) -> Self:
         return self
@@ -248,10 +251,13 @@ class TokenStream:
         """
         try:
             items = [await self.__anext__()]
-            while len(items) < most and self._has_item():
-                items.append(await self.__anext__())
         except StopAsyncIteration:
             return []
+        try:
+            while len(items) < most and self._has_item():
+                items.append(await self.__anext__())
+        except AneuronError as error:  # decoding failed
+            self._failure = error  # for the next call
         return items
 
     def _has_item(self) -> bool:

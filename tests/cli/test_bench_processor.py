@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -214,6 +215,24 @@ def test_compile(aneuron: Command, model: str) -> None:
     result = aneuron("compile", model, "--quantization=int4", "--dtype=bfloat16")
     assert result.status == 0, result.err
     assert "is ready after" in result.err
+
+
+def test_compile_tells_machines(aneuron: Command, model: str) -> None:
+    result = aneuron("compile", model, "--json")
+    assert (result.status, result.err) == (0, "")
+    told = json.loads(result.out)
+    assert told["model"] == model
+    assert Path(told["library"]).exists()
+    assert told["total_s"] >= told["compile_s"] >= 0
+
+
+def test_throughput_tells_what_the_engine_does_meanwhile(aneuron: Command, model: str) -> None:
+    options = ["--concurrency=2", "--prompt-tokens=8", "--max-tokens=40", "--runs=2", "--json"]
+    result = aneuron("bench", "throughput", f"--model={model}", "--stats-interval=0.05", *options)
+    assert result.status == 0
+    assert len(json.loads(result.out)["rows"]) == 1
+    assert "running 2, waiting 0; tokens/s in" in result.err
+    assert aneuron("bench", "throughput", "--stats-interval=0").status == 2
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from aneuron.cli.bench.server import serve as serve_module
 from aneuron.cli.bench.server.arrivals import Shape, arrival_times
 from aneuron.cli.bench.server.client import Client, Target
 from aneuron.cli.bench.server.floor import build_floor
-from aneuron.cli.bench.server.http1 import BadAnswer, EventSplitter, ResponseParser
 from aneuron.cli.bench.server.load import Load, LoadRun
 from aneuron.cli.bench.server.options import LoadOptions, ReportOptions, RequestOptions
 from aneuron.cli.bench.server.report import figures, middle
 from aneuron.cli.bench.server.spawn import FLOOR, spawned
 from aneuron.cli.bench.server.stream import Outcome
+from aneuron.cli.http.http1 import BadAnswer, EventSplitter, ResponseParser
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:

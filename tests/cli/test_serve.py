@@ -118,6 +118,18 @@ def test_a_full_queue_is_told_so(process: Any) -> None:
         second.close()
 
 
+@needs_posix
+def test_stats_are_told_also_to_a_file(process: Any) -> None:
+    options = ["--port=0", "--stats", "--stats-interval=0.1"]
+    with process("serve", "sim:count", *options, env=environment()) as child:
+        connection = listening(child)
+        held = ask(connection, max_tokens=30_000, stream=True)
+        found = wait_for(child, r"running 1, waiting 0; tokens/s in \d+, out (\d+); KV \d+%;")
+        assert int(found[1]) > 0
+        held.close()
+        connection.close()
+
+
 # ── the end ─────────────────────────────────────────────────────────────────────────────
 
 

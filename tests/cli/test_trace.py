@@ -44,6 +44,20 @@ def test_one_file_is_enough(aneuron: Command, tmp_path: Path, flag: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
+def test_json_tells_the_summary_to_machines(aneuron: Command, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    options = ["--max-tokens=10", "--json"]
+    result = aneuron("trace", "sim:count", "abc", *options, f"--out={out}")
+    assert (result.status, result.err) == (0, "")
+    told = json.loads(result.out)
+    assert (told["model"], told["out"], told["svg"]) == ("sim:count", str(out), None)
+    assert (told["steps"], told["decode_async_share"], told["breaks"]) == (10, 1.0, {})
+    assert 0 <= told["idle_share"] <= 1
+    assert out.exists()
+    alone = json.loads(aneuron("trace", "sim:count", "abc", *options).out)
+    assert (alone["steps"], alone["out"]) == (10, None)  # no file need be written
+
+
 def test_sequences_run_side_by_side(aneuron: Command, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     options = ["--max-tokens=5", "--num-seqs=3", f"--out={out}"]

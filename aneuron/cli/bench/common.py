@@ -7,7 +7,6 @@ coroutine's result, a table or one JSON object on stdout.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import platform
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from aneuron.cli.terminal import note
+from aneuron.cli.terminal import note, show_json
 from aneuron.device.profiles import PROFILES
 from aneuron.errors import ConfigError
 from aneuron.timeline import RING_STEPS
@@ -147,11 +146,6 @@ def machine(loop: str) -> str:
     load = f"load {os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "load unknown"
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     return f"{system}; Python {platform.python_version()}, {loop}; {load}"
-
-
-def show_json(result: dict[str, Any]) -> None:
-    """Print one JSON object."""
-    print(json.dumps(result), flush=True)
 
 
 def show_table(

@@ -21,9 +21,9 @@ from aneuron.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Progress", "cache_dir", "ensure", "is_complete", "quiet", "sha256_of"]
+__all__ = ["MANIFEST", "Progress", "cache_dir", "ensure", "is_complete", "quiet", "sha256_of"]
 
-_MANIFEST = "aneuron-manifest.json"
+MANIFEST = "aneuron-manifest.json"
 _LOCK_NOTICE_S = 1.0
 
 
@@ -79,7 +79,7 @@ def ensure(name: str, build: Callable[[Path], None], *, progress: Progress = qui
 def is_complete(path: Path) -> bool:
     """Tell whether the entry has every file of its manifest, unchanged."""
     try:
-        files = json.loads((path / _MANIFEST).read_bytes())["files"]
+        files = json.loads((path / MANIFEST).read_bytes())["files"]
         return all(_unchanged(path / name, facts) for name, facts in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -125,7 +125,7 @@ def _publish(path: Path, build: Callable[[Path], None]) -> None:
 
 def _write_manifest(entry: Path) -> None:
     files = {item.name: _facts(item) for item in sorted(entry.iterdir())}
-    manifest = entry / _MANIFEST
+    manifest = entry / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
     _facts(manifest)
 

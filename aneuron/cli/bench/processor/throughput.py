@@ -25,6 +25,7 @@ from aneuron.cli.bench.common import (
     show_table,
     tell,
 )
+from aneuron.cli.ticker import StatsSettings
 
 if TYPE_CHECKING:
     from aneuron.engine import Engine
@@ -34,7 +35,8 @@ __all__ = ["Run", "measure_run", "prepare", "prompts_at_random", "throughput"]
 
 _MS = 1e3
 _LOWEST_ID = 100  # the first ids of most vocabularies are special
-_PREFILL_TOKENS = 512  # a step of the default configuration
+_PREFILL_TOKENS = 64  # a step of the default configuration, beside many that decode
+_STATS = StatsSettings()
 
 
 def throughput(
@@ -51,6 +53,7 @@ def throughput(
     async_scheduling: bool = True,
     runs: int = 3,
     as_json: JsonFlag = False,
+    stats: StatsSettings = _STATS,
 ) -> None:
     """Measure tokens per second, time to first token and between tokens, on the processor.
 
@@ -67,7 +70,9 @@ def throughput(
         async_scheduling: Schedule one step ahead.
         runs: Of each case, after one that does not count; the medians count.
         as_json: Print one JSON object in place of the table.
+        stats: What is told of the engine while it is measured.
     """
+    stats.check()
     counts = parse_counts("--concurrency", concurrency, at_most=512)
     lengths = parse_counts("--prompt-tokens", prompt_tokens, at_most=2**16)
     check_number("--max-tokens", max_tokens, at_least=2)
@@ -85,7 +90,7 @@ def throughput(
     cases = [_Case(count, length, max_tokens) for length in lengths for count in counts]
     loop = default_loop()
     prepare()
-    rows = run_on(loop, _measure(model, options, cases, runs))
+    rows = run_on(loop, _measure(model, options, cases, runs, stats))
     if as_json:
         show_json({"model": model, "rows": rows})
     else:
@@ -117,7 +122,11 @@ class Run(NamedTuple):
 
 
 async def _measure(
-    model: str, options: dict[str, Any], cases: list[_Case], runs: int
+    model: str,
+    options: dict[str, Any],
+    cases: list[_Case],
+    runs: int,
+    stats: StatsSettings = _STATS,
 ) -> list[dict[str, Any]]:
     from aneuron.engine import Engine
 
@@ -125,17 +134,18 @@ async def _measure(
     longest = max(case.prompt_tokens + case.max_tokens for case in cases)
     blocks = most * (-(-longest // 16) + 1)
     tell(f"loading {model}")
-    async with Engine(
-        model, max_num_seqs=most, num_kv_blocks=blocks, timeline=True, **options
-    ) as engine:
-        rows = []
-        for case in cases:
-            done = []
-            for number in range(runs + 1):
-                tell(f"{case.concurrency} x {case.prompt_tokens}, run {number} of {runs}")
-                done.append(await measure_run(engine, *case, seed=number))
-            rows.append(_row(case, done[1:]))
-        return rows
+    engine = Engine(model, max_num_seqs=most, num_kv_blocks=blocks, timeline=True, **options)
+    async with engine:
+        with stats.ticker(engine):
+            return [await _measure_case(engine, case, runs) for case in cases]
+
+
+async def _measure_case(engine: Engine, case: _Case, runs: int) -> dict[str, Any]:
+    done = []
+    for number in range(runs + 1):
+        tell(f"{case.concurrency} x {case.prompt_tokens}, run {number} of {runs}")
+        done.append(await measure_run(engine, *case, seed=number))
+    return _row(case, done[1:])
 
 
 def prompts_at_random(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

@@ -228,7 +228,7 @@ class _Bench:
         return served
 
     async def _model(self, client: Client, *, is_floor: bool) -> str:
-        from aneuron.cli.bench.server.http1 import BadAnswer
+        from aneuron.cli.http.http1 import BadAnswer
 
         if self.request.model is not None and not is_floor:
             return self.request.model

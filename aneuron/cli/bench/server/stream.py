@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aneuron.cli.bench.server.http1 import BadAnswer, EventSplitter
+from aneuron.cli.http.http1 import BadAnswer, EventSplitter
 
 if TYPE_CHECKING:
-    from aneuron.cli.bench.server.http1 import ResponseParser
+    from aneuron.cli.http.http1 import ResponseParser
 
 __all__ = ["Outcome", "StreamReader"]
 
