@@ -13,6 +13,7 @@ import numbers
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ __all__ = [
     "Ids",
     "StreamDecoder",
     "Tokenizer",
+    "Turns",
     "check_choices",
     "check_length",
     "check_vocabulary",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
-Check = Callable[[int], None]
+Check = Callable[..., None]  # (num_tokens, *, at_least=False)
 
 _IDS = "prompt_token_ids"
 
@@ -70,7 +72,8 @@ class Tokenizer(Protocol):
     async def encode(self, text: str, *, check: Check | None = None) -> npt.NDArray[np.int32]:
         """Return the ids of a plain prompt, with the special tokens it starts with.
 
-        `check` is called with their number before they are copied out, and may raise.
+        `check` is called with their number before they are copied out, and may raise. It may also
+        be called with a smaller number and `at_least=True`, before a long text is encoded.
         """
 
     async def encode_rendered(
@@ -170,8 +173,37 @@ def validate_text(prompt: object, *, param: str = "prompt") -> str:
     return prompt
 
 
+class Turns:
+    """So many at a time, on each event loop: a tokenizer may serve several.
+
+    Args:
+        at_once: how many.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._of: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._of = WeakKeyDictionary()
+
+    def here(self) -> asyncio.Semaphore:
+        """Return what those on the running loop wait for."""
+        loop = asyncio.get_running_loop()
+        if (found := self._of.get(loop)) is None:
+            found = self._of[loop] = asyncio.Semaphore(self._at_once)
+        return found
+
+
+# Each has the GIL for 5 ms when its turn comes, and the loop waits for all of them.
+_RENDERING = Turns(1)
+
+
 def check_length(
-    num_tokens: int, *, max_model_len: int, capacity: int, param: str = "prompt"
+    num_tokens: int,
+    *,
+    max_model_len: int,
+    capacity: int,
+    param: str = "prompt",
+    at_least: bool = False,
 ) -> None:
     """Check that the prompt and at least one new token fit.
 
@@ -180,6 +212,7 @@ def check_length(
         max_model_len: the length limit, prompt and answer together.
         capacity: tokens that the whole KV pool holds.
         param: the field that an error names.
+        at_least: there may be more tokens.
 
     Raises:
         InvalidRequest: the prompt is empty.
@@ -191,8 +224,9 @@ def check_length(
     if num_tokens < limit:
         return
     where = "the KV pool holds" if capacity < max_model_len else "the length limit is"
+    number = f"at least {num_tokens}" if at_least else num_tokens
     raise ContextTooLong(
-        f"the prompt has {num_tokens} tokens, but {where} {limit} tokens, "
+        f"the prompt has {number} tokens, but {where} {limit} tokens, "
         f"of which the answer needs at least one",
         param=param,
     )
@@ -258,7 +292,8 @@ async def tokenize(
         await load_renderer()
     messages, kwargs = prompt.messages, prompt.template_kwargs
     if prompt.is_long:
-        text = await asyncio.to_thread(tokenizer.render_chat, messages, **kwargs)
+        async with _RENDERING.here():
+            text = await asyncio.to_thread(tokenizer.render_chat, messages, **kwargs)
     else:
         text = tokenizer.render_chat(messages, **kwargs)
     return await tokenizer.encode_rendered(validate_text(text, param="messages"), check=check)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aneuron.grammar import GrammarCompiler
-from aneuron.params import Grammar, check_deadline
-from aneuron.prompt import check_choices, check_length, check_vocabulary, tokenize
+from aneuron.params import Grammar, check_deadline, check_vocabulary_of
+from aneuron.prompt import check_choices, check_length, check_vocabulary, spell_bad_words, tokenize
 from aneuron.stream import StopWatch
 
 if TYPE_CHECKING:
@@ -56,11 +56,28 @@ class Submission:
         self._tokenizer = tokenizer
         self._spec = spec
         self._max_model_len = max_model_len
+        self._checked: SamplingParams | None = None
+        self._bad_word_ids: tuple[tuple[int, ...], ...] = ()
         self._grammars = GrammarCompiler(tokenizer, spec.vocab_size, spec.eos_token_ids)
 
     def close(self) -> None:
         """Let the threads that compile grammars go."""
         self._grammars.close()
+
+    def check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Check parameters against the model's vocabulary; return how tokens spell the bad words.
+
+        Many prompts in a row have the same parameters, and lists in them may be long: it is done
+        once.
+
+        Raises:
+            InvalidRequest: an id is outside, or a word cannot be spelled; `param` names the field.
+        """
+        if params is not self._checked:
+            check_vocabulary_of(params, self._spec.vocab_size)
+            self._bad_word_ids = spell_bad_words(self._tokenizer, params.bad_words)
+            self._checked = params
+        return self._bad_word_ids
 
     def submit(
         self, request: Request, prompt: str | Conversation | np.ndarray, deadline_s: float | None
@@ -103,12 +120,16 @@ class Submission:
         for one in request.choices if request.params.stop else ():
             one.watch = StopWatch.of(self._tokenizer, ids, request.params)
 
-    def check_length(self, num_tokens: int, params: SamplingParams, *, param: str) -> None:
-        """Check that a prompt fits, with all its choices.
+    def check_length(
+        self, num_tokens: int, params: SamplingParams, *, param: str, at_least: bool = False
+    ) -> None:
+        """Check that a prompt fits, with all its choices; it may be longer if `at_least`.
 
         Raises:
             InvalidRequest, ContextTooLong: it does not; `param` is the field that they name.
         """
         kv, limit = self._kv, self._max_model_len
-        check_length(num_tokens, max_model_len=limit, capacity=kv.capacity, param=param)
+        check_length(
+            num_tokens, max_model_len=limit, capacity=kv.capacity, param=param, at_least=at_least
+        )
         check_choices(num_tokens, params.n, block_size=kv.block_size, num_blocks=kv.num_blocks)

@@ -89,7 +89,7 @@ class SimModel:
         self._executables: dict[tuple[bool, int], _Executable] = {}
 
     def with_kv(self, num_blocks: int, block_size: int, num_slots: int = 0) -> Self:
-        """Return it over its own cache of ids; what is unwritten there spoils every sum."""
+        """Return it over its own cache of ids; unwritten ones spoil sums. See `Model.with_kv`."""
         model = copy(self)
         model._block_size = block_size  # noqa: SLF001  its own copy
         model._kv = np.full((num_blocks + 1) * block_size, _UNWRITTEN, np.int32)  # noqa: SLF001

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aneuron.detokenize import ByteStream, HFStream
-from aneuron.errors import ConfigError, InvalidRequest
+from aneuron.errors import ConfigError, InvalidRequest, RequestError
 from aneuron.models.spelling import ByteLevelPieces, BytePieces, spell_byte, speller
 from aneuron.params.messages import Messages, validate_messages
+from aneuron.prompt import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["ByteTokenizer", "HFTokenizer"]
 
 _MAX_RENDERED_CHARS = 2**21
+# Rust keeps some 120 bytes for each token until it is done with a text: 0.8 GB for 7 MB of "a".
+_ENCODES_AT_ONCE = 4
+_PIECE = 2**16  # characters of a text that is probably too long, which are counted at a time
+_CHARS_PER_TOKEN = 8  # more than texts have on average
 _RENDERER = "transformers.utils.chat_template_utils"
 
 # What untrusted template code may raise in the sandbox, beside jinja2's own errors.
@@ -82,6 +87,7 @@ class HFTokenizer:
         self.eos_token_ids = eos_token_ids
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._encodes = Turns(_ENCODES_AT_ONCE)
         self._pieces: dict[bool, ByteLevelPieces] = {}  # by skip_special_tokens
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._pieces[True] = ByteLevelPieces(tokenizer, self._special_ids)
@@ -117,15 +123,42 @@ class HFTokenizer:
     async def _encode(
         self, text: str, check: Check | None, *, add_special_tokens: bool
     ) -> npt.NDArray[np.int32]:
+        async with self._encodes.here():
+            if check is not None and len(text) > _PIECE:
+                await self._check_roughly(text, check)
+            encoding = await self._encoded(text, add_special_tokens=add_special_tokens)
+            try:
+                if check is not None:
+                    check(len(encoding))
+            except BaseException:
+                del encoding  # which the error's traceback would keep
+                raise
+            # A list of Python integers holds the loop 0.1 s per million; the only way out.
+            return np.array(encoding.ids, dtype=np.int32)
+
+    async def _encoded(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         # Plain encode() keeps the GIL: it froze the loop 1.4 s even from a thread. If this
         # await is cancelled, Rust works on to its end and the result is dropped.
+        encoding: tokenizers.Encoding
         [encoding] = await self.tokenizer.async_encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
-        if check is not None:
-            check(len(encoding))
-        # A list of Python integers holds the loop 0.1 s per million; the only way out.
-        return np.array(encoding.ids, dtype=np.int32)
+        return encoding
+
+    async def _check_roughly(self, text: str, check: Check) -> None:
+        """Refuse a text that is far too long before all of it is encoded.
+
+        Where it is cut, pieces of it may have some tokens that the whole has not, so that half
+        of what was counted is there for certain.
+        """
+        try:
+            check(len(text) // _CHARS_PER_TOKEN, at_least=True)
+        except RequestError:  # it fits only if its tokens are long ones
+            num_tokens = 0
+            for start in range(0, len(text), _PIECE):
+                piece = text[start : start + _PIECE]
+                num_tokens += len(await self._encoded(piece, add_special_tokens=False))
+                check(max(1, num_tokens // 2), at_least=True)
 
     async def load_renderer(self) -> None:
         """Import what renders templates, off the loop: a second, at a process's first chat."""
@@ -315,7 +348,9 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,  # the protocol's; this template takes none
     ) -> str:
-        r"""Return `role: content\n` for each message, and `assistant: ` at the end.
+        """Return a line `role: content` for each message, and where an answer begins.
+
+        With `add_generation_prompt` the last line is `assistant:` and a space, without an end.
 
         Raises:
             InvalidRequest: malformed messages.

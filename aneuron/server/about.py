@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 from starlette.routing import Route
 
-from aneuron.errors import RequestError
+from aneuron.errors import InvalidRequest, RequestError
 from aneuron.params.messages import Conversation
 from aneuron.prompt import tokenize, validate_text
 from aneuron.server.asked import check_template
@@ -81,7 +81,7 @@ class _About:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._described: bytes | None = None
+        self._described: tuple[str, bytes] | None = None
 
     async def models(self, _: Request) -> Response:
         cards = [self._card(name) for name in self._state.model_names]
@@ -147,11 +147,12 @@ class _About:
 
         return Response(encode(Version(version=__version__)), media_type=_JSON)
 
-    async def openapi(self, _: Request) -> Response:
-        if self._described is None:
-            names = self._state.model_names
-            self._described = encode(openapi(self._state.config, model_names=names))
-        return Response(self._described, media_type=_JSON)
+    async def openapi(self, request: Request) -> Response:
+        root, state = request.scope.get("root_path", ""), self._state
+        if self._described is None or self._described[0] != root:  # that of an app around this one
+            made = openapi(state.config, model_names=state.model_names, root_path=root)
+            self._described = root, encode(made)
+        return Response(self._described[1], media_type=_JSON)
 
     async def health(self, _: Request) -> Response:
         return _probe(probes.health(self._state))
@@ -171,6 +172,8 @@ def _probe(verdict: tuple[bool, str]) -> Response:
     return Response(probes.body(verdict), status, media_type=_JSON)
 
 
-def _check_size(num_tokens: int) -> None:
+def _check_size(num_tokens: int, *, at_least: bool = False) -> None:
     if num_tokens > _MOST_IDS:
-        refuse("prompt", f"makes {num_tokens} ids; at most {_MOST_IDS} are told")
+        number = f"at least {num_tokens}" if at_least else num_tokens
+        message = f"prompt makes {number} ids; at most {_MOST_IDS} are told"
+        raise InvalidRequest(message, param="prompt")

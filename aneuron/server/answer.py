@@ -1,8 +1,8 @@
 """One answer over HTTP: token streams in, events or one body out; who leaves is not served.
 
-Comes in: streams of an engine, and a `Speaker` that says their tokens as an endpoint does. Goes
-out: the response. A stream's unread tokens come as one delta: a slow client gets fewer, longer
-events, and nothing is queued for it but the tokens of its request.
+Comes in: what submits a request, and gives its token streams and a `Speaker` that says them as an
+endpoint does. Goes out: the response. A stream's unread tokens come as one delta: a slow client
+gets fewer, longer events, and nothing is queued for it but the tokens of its request.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from aneuron.errors import RequestError
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.server.http.errors import ApiError, error_response, unavailable
 from aneuron.server.http.sse import DONE, HEADERS, PING
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.types import Message, Receive, Send
 
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from aneuron.server.call import Call
     from aneuron.stream import TokenStream
 
+    Submitted = tuple[list[TokenStream], "Speaker", bool]  # the last: is it told as events?
+
 __all__ = ["Answer", "Speaker"]
 
 _MOST_ITEMS = 256  # of one delta
-_LAST_WORD_S = 1.0  # for a client to take in what went wrong
+_LAST_WORD_S = 1.0  # for a client to take in what went wrong …
+_READ_S = 0.25  # … and, once it is sent, to leave by itself
 
 
 class Speaker(Protocol):
@@ -52,8 +56,8 @@ class Speaker(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """Return the event of an error amid a stream."""
 
-    def whole(self, completions: list[Completion]) -> bytes:
-        """Return the body of an answer that is not streamed."""
+    async def whole(self, completions: list[Completion]) -> bytes:
+        """Return the body of an answer that is not streamed; long ones let the loop in."""
 
     def reasons(self, completions: list[Completion]) -> list[str]:
         """Return why each choice ended, as it was said."""
@@ -64,16 +68,16 @@ class _Left(Exception):
 
 
 class Answer:
-    """One answer, from when its streams run until they do not."""
+    """One answer, from before its streams run until they do not."""
 
-    def __init__(
-        self, call: Call, receive: Receive, send: Send, streams: Sequence[TokenStream]
-    ) -> None:
-        """Take streams over: they are cancelled when this ends, however it does."""
+    def __init__(self, call: Call, receive: Receive, send: Send) -> None:
+        """Answer a call whose body has been received."""
         self._call = call
         self._receive, self._send = receive, send
-        self._streams = streams
-        self._has_begun = False
+        self._streams: Sequence[TokenStream] = ()
+        self._speaker: Speaker | None = None  # of a stream of events
+        self._has_begun = False  # to write
+        self._is_over = False  # all is written, or as good as
         self._wrote_s = 0.0
         self._lock = asyncio.Lock()  # events of several prompts, and pings
         self._group: asyncio.TaskGroup | None = None  # while there is work to cut off
@@ -85,23 +89,20 @@ class Answer:
             self._group.create_task(self._stop())
             self._group = None
 
-    async def send_events(self, speaker: Speaker) -> None:
-        """Stream; an error before the first event is a response of its own."""
-        await self._run(self._speak(speaker), speaker)
+    async def run(self, submit: Callable[[], Awaitable[Submitted]]) -> None:
+        """Submit, and answer while the client is there; say what fails.
 
-    async def send_whole(self, speaker: Speaker) -> None:
-        """Wait for all of it, and send it in one."""
-        await self._run(self._say(speaker), None)
-
-    async def _run(self, work: Awaitable[None], speaker: Speaker | None) -> None:
-        """Do the work while the client is there; say what fails."""
+        Streams are cancelled when this ends, however it does. An error before the first event is
+        a response of its own.
+        """
         error: Exception | None = None
         try:
             async with asyncio.TaskGroup() as self._group:
                 watcher = self._group.create_task(self._watch())
                 if self._call.is_cut_off:
                     self.cut_off()
-                await work
+                self._streams, speaker, is_stream = await submit()
+                await (self._speak(speaker) if is_stream else self._say(speaker))
                 watcher.cancel()
         except* _Left:
             self._call.aborted()
@@ -112,7 +113,7 @@ class Answer:
             for stream in self._streams:
                 stream.cancel()
         if error is not None:
-            await self._fail(error, speaker)
+            await self._fail(error)
 
     async def _watch(self) -> NoReturn:
         """Wait for the client to leave; on a silent stream of events, say that we are there."""
@@ -132,13 +133,14 @@ class Answer:
 
     async def _say(self, speaker: Speaker) -> None:
         completions = await self._all(speaker, is_written=False)
-        body = speaker.whole(completions)
+        body = await speaker.whole(completions)
         size = str(len(body)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", size)]
         await self._respond(200, headers, body)
         self._call.finished(completions, speaker.reasons(completions))
 
     async def _respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self._has_begun = self._is_over = True
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
         await self._put({"type": "http.response.body", "body": body})
 
@@ -157,6 +159,7 @@ class Answer:
     # ── events ──────────────────────────────────────────────────────────────────────────
 
     async def _speak(self, speaker: Speaker) -> None:
+        self._speaker = speaker
         completions = await self._all(speaker, is_written=True)
         last = speaker.end(completions) + (DONE if speaker.ends_with_done else b"")
         await self._write(last, is_last=True)
@@ -168,14 +171,17 @@ class Answer:
         """Let the speaker have the tokens of a stream, as they come."""
         call = self._call
         before_s: float | None = None
-        while items := await stream.take(_MOST_ITEMS):
-            if any(item.finish_reason is FinishReason.ABORT for item in items):
-                await self._raise_abort(stream)
-            before_s = call.note_delta(at, before_s)
-            events = speaker.delta(at, items, stream.usage)
-            if events and is_written:
-                await self._write(events)
-        return await stream
+        try:
+            while items := await stream.take(_MOST_ITEMS):
+                if any(item.finish_reason is FinishReason.ABORT for item in items):
+                    await self._raise_abort(stream)
+                before_s = call.note_delta(at, before_s)
+                events = speaker.delta(at, items, stream.usage)
+                if events and is_written:
+                    await self._write(events)
+            return await stream
+        except RequestError as error:
+            raise call.error_of(error, at) from error
 
     async def _write(self, events: bytes, *, is_last: bool = False) -> None:
         async with self._lock:
@@ -183,7 +189,7 @@ class Answer:
                 self._has_begun = True
                 headers = list(HEADERS)
                 await self._put({"type": "http.response.start", "status": 200, "headers": headers})
-            more = not is_last
+            more, self._is_over = not is_last, is_last
             await self._put({"type": "http.response.body", "body": events, "more_body": more})
         self._wrote_s = asyncio.get_running_loop().time()
 
@@ -204,22 +210,28 @@ class Answer:
         self._aborted = next(filter(None, reasons), AbortReason.CLIENT)
         raise unavailable("the request was aborted")
 
-    async def _fail(self, fault: Exception, speaker: Speaker | None) -> None:
+    async def _fail(self, fault: Exception) -> None:
         if self._aborted is not None:
             self._call.aborted(self._aborted)
         error = self._call.failed(fault)
-        with suppress(_Left, TimeoutError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await self._tell(error, speaker)
+        if not self._is_over:  # else the server was told to stop while the last byte went out
+            with suppress(_Left, TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._tell(error)
 
-    async def _tell(self, error: ApiError, speaker: Speaker | None) -> None:
+    async def _tell(self, error: ApiError) -> None:
         if not self._has_begun:
             response = error_response(error)
             await self._respond(error.status, response.raw_headers, bytes(response.body))
-        elif speaker is not None:
+        elif self._speaker is not None:
             # The last event, but no end of the response: servers then close the connection, so
             # that nobody takes what came for the whole. Events that say so themselves may end.
-            await self._write(speaker.failed(error), is_last=not speaker.ends_with_done)
+            last = not self._speaker.ends_with_done
+            await self._write(self._speaker.failed(error), is_last=last)
+            # Browsers drop what a page has not read when its connection breaks: give it time.
+            async with asyncio.timeout(_READ_S):
+                while not last and (await self._receive())["type"] != "http.disconnect":
+                    pass
 
 
 def _first(group: BaseExceptionGroup) -> Exception:

@@ -1,8 +1,8 @@
 """`build_app`: the ASGI app around an engine, to serve or to mount; and what its parts share.
 
 Comes in: an open engine, which somebody else opens and closes. Goes out: a Starlette app. All of
-it runs on the engine's loop. The endpoints are in `chat`, `completions`, `responses` and `about`;
-how an answer gets to its client is in `answer`.
+it runs on the engine's loop. The endpoints are in `chat`, `completions`, `responses`, `about`
+and `page`; how an answer gets to its client is in `answer`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from aneuron.server.completions import CompletionsEndpoint
 from aneuron.server.config import ServerConfig
 from aneuron.server.http.errors import api_error, error_response, model_not_found, unavailable
 from aneuron.server.http.guard import guards
+from aneuron.server.page import page_routes
+from aneuron.server.page.timeline import timeline_routes
 from aneuron.server.responses import ResponsesEndpoint
 from aneuron.server.spelling import Spelling
 from aneuron.server.tools.templates import template_name
@@ -166,6 +168,8 @@ def build_app(engine: Engine, config: ServerConfig = _CONFIG) -> Starlette:
         Route("/v1/completions", CompletionsEndpoint(state), methods=["POST"]),
         Route("/v1/responses", ResponsesEndpoint(state), methods=["POST"]),
         *about_routes(state),
+        *timeline_routes(state),
+        *page_routes(),
     ]
     paths: dict[object, str] = {route.endpoint: route.path for route in routes}
     counted = Middleware(_Counted, metrics=state.metrics, paths=paths)

@@ -1,7 +1,8 @@
-"""A conversation of either wire format → what it asks of the engine, and of its answer's parser.
+"""A conversation of either wire format → what it asks of the engine, and how its answer is read.
 
 Comes in: a chat request; those of Responses are made into one. Goes out: the arguments of
-`engine.chat`, and a parser of answers. Runs in the endpoint's task.
+`engine.chat`, and a reader for each answer, which takes its tokens apart. Runs in the endpoint's
+task.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aneuron.params.messages import Conversation
 from aneuron.server import tools as calling
-from aneuron.server.tools import Content
+from aneuron.server.tools import Content, Reasoning
 from aneuron.server.tools.templates import template_name
 from aneuron.server.wire.common import refuse
 from aneuron.server.wire.messages import plain_messages
@@ -20,11 +21,12 @@ from aneuron.server.wire.sampling import sampling_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aneuron.outputs import Token
     from aneuron.server.app import ServerState
     from aneuron.server.tools import OutputParser, Piece
     from aneuron.server.wire.chat import ChatRequest
 
-__all__ = ["Asked", "check_template", "pieces_of"]
+__all__ = ["AnswerReader", "Asked", "check_template"]
 
 _NO_TEMPLATE = (
     "make no prompt: this model has no chat template; put its chat_template.jinja beside its "
@@ -34,17 +36,17 @@ _NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of the engine, and of the parser of its answer.
+    """What a request asks of the engine, and how its answer is read.
 
     Attributes:
         messages, template, sampling: arguments of `engine.chat`; those by name are in two parts.
-        make_parser: gives a parser for each choice, or None where all text is content.
+        make_reader: gives a reader for each choice.
     """
 
     messages: list[dict[str, Any]]
     template: dict[str, Any]
     sampling: dict[str, Any]
-    make_parser: Callable[[], OutputParser | None]
+    make_reader: Callable[[], AnswerReader]
 
     @classmethod
     async def of(cls, request: ChatRequest, state: ServerState) -> Asked:
@@ -90,7 +92,12 @@ class Asked:
             sampling["skip_special_tokens"] = False
         template["chat_template_kwargs"] = request.template_kwargs
         template["tools"] = callable_ or None
-        return cls(messages, template, sampling, make_parser)
+        most = None if request.parallel_tool_calls is not False else 1
+
+        def make_reader() -> AnswerReader:
+            return AnswerReader(make_parser(), max_calls=most)
+
+        return cls(messages, template, sampling, make_reader)
 
 
 def check_template(tokenizer: object) -> None:
@@ -103,9 +110,53 @@ def check_template(tokenizer: object) -> None:
         refuse("messages", _NO_TEMPLATE)
 
 
-def pieces_of(parser: OutputParser | None, text: str, *, is_end: bool) -> Sequence[Piece]:
-    """Return the pieces that some text completes; the last of it completes all."""
-    if parser is None:
-        return (Content(text),) if text else ()
-    pieces = parser.feed(text) if text else []
-    return [*pieces, *parser.close()] if is_end else pieces
+class AnswerReader:
+    """Takes one answer apart as its tokens come, and counts those of reasoning.
+
+    Attributes:
+        num_reasoning: tokens up to the last that reasons, tags among them.
+    """
+
+    def __init__(self, parser: OutputParser | None, *, max_calls: int | None = None) -> None:
+        """Read with a parser; without one all text is content. Calls beyond `max_calls` go."""
+        self.num_reasoning = 0
+        self._parser, self._max_calls = parser, max_calls
+        self._may_reason = parser is not None  # nothing but reasoning came so far
+        self._num_tokens = 0  # while that is so
+
+    def read(self, items: Sequence[Token]) -> Sequence[Piece]:
+        """Return the pieces that some tokens complete."""
+        pieces: list[Piece] = []
+        while self._may_reason and items:  # one by one: readers of any speed count alike
+            found = self._parse(items[:1])
+            items, self._num_tokens = items[1:], self._num_tokens + 1
+            if any(type(one) is Reasoning for one in found):
+                self.num_reasoning = self._num_tokens
+            self._may_reason = all(type(one) is Reasoning for one in found)
+            pieces += found
+        if not items:
+            return _joined(pieces)
+        return [*_joined(pieces), *self._parse(items)] if pieces else self._parse(items)
+
+    def _parse(self, items: Sequence[Token]) -> Sequence[Piece]:
+        text, is_end = "".join([item.text for item in items]), items[-1].finish_reason is not None
+        if self._parser is None:
+            return (Content(text),) if text else ()
+        pieces = self._parser.feed(text) if text else []
+        if is_end:
+            pieces += self._parser.close()
+        if (most := self._max_calls) is None:
+            return pieces
+        return [one for one in pieces if isinstance(one, Content | Reasoning) or one.index < most]
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces in which neighbours of reasoning are one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined

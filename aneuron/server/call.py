@@ -1,7 +1,7 @@
 """One HTTP request on its way to an answer: what follows it, and how it is submitted.
 
-Comes in: a body. Goes out: an `Answer` that is on its way, or an error. Endpoints say how their
-requests become token streams, and how those are spoken.
+Comes in: a request. Goes out: its `Answer`. Endpoints say how their requests become token streams,
+and how those are spoken.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from msgspec import Raw
+
 from aneuron.clock import clock_of
-from aneuron.errors import InternalError
+from aneuron.errors import InternalError, RequestError
 from aneuron.outputs import AbortReason, Usage
 from aneuron.server.answer import Answer
-from aneuron.server.http.errors import api_error, error_response
+from aneuron.server.http.errors import api_error
+from aneuron.server.wire.common import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +35,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("aneuron.server")
 
-__all__ = ["Call", "Endpoint", "submit_all"]
+__all__ = ["Call", "Endpoint", "encode_each", "submit_all"]
+
+_AT_ONCE = 32  # prompts that are submitted in one turn of the loop: a millisecond
+_LARGE = 2**16  # bytes of JSON
 
 
 class Call:
@@ -42,8 +48,9 @@ class Call:
         state: of the app.
         response_id: that the client sees.
         names: of fields, ours to the client's.
-        answer: once its streams run.
+        answer: to it.
         is_cut_off: the server stops, and waits for it no more.
+        has_ended: it is noted how; what is noted later does not count.
     """
 
     def __init__(self, state: ServerState, scope: Scope, endpoint: str, response_id: str) -> None:
@@ -52,7 +59,7 @@ class Call:
         self.response_id = response_id
         self.names: Mapping[str, str] = {}
         self.answer: Answer | None = None
-        self.is_cut_off = False
+        self.is_cut_off = self.has_ended = False
         self._scope, self._endpoint = scope, endpoint
         self._clock = clock_of(asyncio.get_running_loop())
         self._begun_s = self._clock()
@@ -91,7 +98,7 @@ class Call:
 
     def finished(self, completions: Sequence[Completion], reasons: Sequence[str]) -> None:
         """Note a whole answer; `reasons` are the wire's, of all choices in order."""
-        at = 0
+        self.has_ended, at = True, 0
         for meter, completion in zip(self._meters, completions, strict=True):
             meter.finished(completion, reasons[at])
             at += len(completion.choices)
@@ -108,6 +115,13 @@ class Call:
         told["prompt_tokens"] = usage.prompt_tokens
         told["completion_tokens"] = usage.completion_tokens
 
+    def error_of(self, error: RequestError, prompt: int) -> ApiError:
+        """Return what to tell of a refused prompt: which it was, where there are several."""
+        names = dict(self.names)
+        if len(self._meters) > 1:
+            names |= dict.fromkeys(("prompt", "prompt_token_ids"), f"prompt[{prompt}]")
+        return api_error(error, names)
+
     def failed(self, error: Exception) -> ApiError:
         """Note that it was refused, or failed; return what to tell the client."""
         told = api_error(error, self.names)
@@ -123,6 +137,9 @@ class Call:
             one.aborted(reason)
 
     def _followers(self) -> list[Any]:
+        if self.has_ended:
+            return []
+        self.has_ended = True
         return [*self._meters, *([self._span] if self._span is not None else [])]
 
 
@@ -153,29 +170,42 @@ class Endpoint:
         """Serve one request."""
         call = Call(self.state, scope, self.name, f"{self.prefix}{uuid4().hex}")
         with self.state.open_call(call):
-            await self._serve(call, scope, receive, send)
-
-    async def _serve(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive()).get("body", b"")  # whole: `BodyLimit` has read it
-        try:
-            streams, speaker, is_stream = await self.submit(call, body)
-        except Exception as error:  # noqa: BLE001  a server lives on
-            await error_response(call.failed(error))(scope, receive, send)
-            return
-        answer = call.answer = Answer(call, receive, send, streams)
-        await (answer.send_events(speaker) if is_stream else answer.send_whole(speaker))
+            message = await receive()  # whole: `BodyLimit` has read it
+            answer = call.answer = Answer(call, receive, send)
+            try:
+                # The body is nobody's once it is decoded: answers take long.
+                await answer.run(lambda: self.submit(call, message.pop("body", b"")))
+            finally:
+                call.aborted()  # where nothing else was noted: this task was cancelled
 
 
-def submit_all(submits: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:
-    """Return the streams of several prompts: of all of them, or of none.
+async def submit_all(call: Call, submits: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:
+    """Return the streams of several prompts: of all of them, or of none; in turns with the loop.
 
-    Raises what submitting one does.
+    Raises:
+        ApiError: one was refused.
+        AneuronError: the engine takes none.
     """
     streams: list[TokenStream] = []
     try:
-        streams.extend(submit() for submit in submits)
-    except BaseException:
+        for submit in submits:
+            if len(streams) % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+            streams.append(submit())
+    except BaseException as error:
         for stream in streams:
             stream.cancel()
+        if isinstance(error, RequestError):
+            raise call.error_of(error, len(streams)) from error
         raise
     return streams
+
+
+async def encode_each(parts: Iterable[Any]) -> Any:
+    """Return each part as JSON, to put into a whole; the loop gets in between large ones."""
+    encoded = []
+    for part in parts:
+        encoded.append(Raw(encode(part)))
+        if len(encoded[-1]) > _LARGE:
+            await asyncio.sleep(0)
+    return encoded

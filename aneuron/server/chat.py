@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from aneuron import outputs
 from aneuron.errors import RequestError
 from aneuron.outputs import FinishReason
-from aneuron.server.asked import Asked, pieces_of
-from aneuron.server.call import Endpoint
+from aneuron.server.asked import Asked
+from aneuron.server.call import Endpoint, encode_each
 from aneuron.server.http.errors import api_error, error_body
 from aneuron.server.http.sse import event
 from aneuron.server.tools import CallArguments, CallBegun, Content, Reasoning
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aneuron.outputs import Completion, Token
+    from aneuron.server.asked import AnswerReader
     from aneuron.server.call import Call
     from aneuron.server.http.errors import ApiError
-    from aneuron.server.tools import OutputParser, Piece
+    from aneuron.server.tools import Piece
     from aneuron.stream import TokenStream
 
 __all__ = ["ChatEndpoint"]
@@ -60,35 +61,14 @@ class _Choice:
     """One answer so far."""
 
     index: int
-    parser: OutputParser | None
+    reader: AnswerReader
     has_begun: bool = False
     num_calls: int = 0
-    may_reason: bool = False  # nothing but reasoning came so far
-    num_tokens: int = 0  # while that is so
-    reasoning_tokens: int = 0
     # Kept only where the answer is not streamed.
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, arguments
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def parse(self, items: Sequence[Token]) -> Sequence[Piece]:
-        """Return the pieces that some tokens complete."""
-        pieces: list[Piece] = []
-        while self.may_reason and items:  # one by one: readers of any speed count alike
-            found = self._parse(items[:1])
-            items, self.num_tokens = items[1:], self.num_tokens + 1
-            if any(type(one) is Reasoning for one in found):
-                self.reasoning_tokens = self.num_tokens
-            self.may_reason = all(type(one) is Reasoning for one in found)
-            pieces += found
-        if not items:
-            return _joined(pieces)
-        return [*_joined(pieces), *self._parse(items)] if pieces else self._parse(items)
-
-    def _parse(self, items: Sequence[Token]) -> Sequence[Piece]:
-        text, is_end = "".join([item.text for item in items]), items[-1].finish_reason is not None
-        return pieces_of(self.parser, text, is_end=is_end)
 
     def keep(self, piece: Piece) -> None:
         """Add a piece to the whole."""
@@ -107,18 +87,6 @@ class _Choice:
         if reason is FinishReason.LENGTH:
             return "length"
         return "tool_calls" if self.num_calls else "stop"
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Return pieces in which neighbours of reasoning are one."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + piece.text)
-        else:
-            joined.append(piece)
-    return joined
 
 
 class ChatSpeaker:
@@ -144,9 +112,7 @@ class ChatSpeaker:
         self._running = outputs.Usage(0, 0) if request.wants_running_usage else None
         self._spell = spell
         self._choices = [
-            _Choice(index, parser, may_reason=parser is not None)
-            for index in range(request.num_choices)
-            for parser in [asked.make_parser()]
+            _Choice(index, asked.make_reader()) for index in range(request.num_choices)
         ]
         self._writer = wire.ChatWriter(
             response_id=self._id, with_usage=request.wants_usage,
@@ -168,7 +134,7 @@ class ChatSpeaker:
 
     def _tell(self, choice: _Choice, items: list[Token]) -> bytes:
         reason = items[-1].finish_reason
-        pieces = choice.parse(items)
+        pieces = choice.reader.read(items)
         choice.num_calls += sum(type(piece) is CallBegun for piece in pieces)
         logprobs = self._logprobs(items)
         if not self._is_stream:
@@ -237,7 +203,7 @@ class ChatSpeaker:
         return None if self._running is None else self._usage([self._running])
 
     def _usage(self, parts: Sequence[outputs.Usage]) -> Usage:
-        num_reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        num_reasoning = sum(choice.reader.num_reasoning for choice in self._choices)
         return Usage.of(*parts, reasoning_tokens=num_reasoning)
 
     def end(self, completions: list[Completion]) -> bytes:
@@ -250,17 +216,17 @@ class ChatSpeaker:
         """Return the event of an error."""
         return event(error_body(error))
 
-    def whole(self, completions: list[Completion]) -> bytes:
+    async def whole(self, completions: list[Completion]) -> bytes:
         """Return the answer in one."""
         told = completions[0]
-        choices = [
+        choices = await encode_each(
             wire.ChatChoice(
                 index=kept.index, message=self._message(kept),
                 logprobs=None if self._spell is None else ChatLogprobs(content=kept.logprobs),
                 finish_reason=kept.reason(one.finish_reason), stop_reason=one.stop_reason,
             )
             for kept, one in zip(self._choices, told.choices, strict=True)
-        ]  # fmt: skip
+        )  # fmt: skip
         usage = self._usage([told.usage])
         return encode(wire.ChatCompletion(id=self._id, choices=choices, usage=usage, **self._facts))
 

@@ -6,17 +6,21 @@ speaks them: choice c of prompt p has the index p * n + c.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from aneuron import outputs
 from aneuron.errors import RequestError
 from aneuron.outputs import FinishReason
-from aneuron.server.call import Endpoint, submit_all
+from aneuron.params import SamplingParams
+from aneuron.prompt import check_length
+from aneuron.server.call import Endpoint, encode_each, submit_all
 from aneuron.server.http.errors import api_error, error_body
 from aneuron.server.http.sse import event
 from aneuron.server.wire.common import Usage, decode, encode, refuse
 from aneuron.server.wire.completions import (
+    MAX_PROMPTS,
     CompletionBody,
     CompletionChoice,
     CompletionRequest,
@@ -26,9 +30,9 @@ from aneuron.server.wire.logprobs import LogprobColumns, prompt_logprobs
 from aneuron.server.wire.sampling import field_names, sampling_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-    from aneuron.outputs import Choice, Completion, Token
+    from aneuron.outputs import Choice, Completion, Token, TokenLogprobs
     from aneuron.server.app import ServerState
     from aneuron.server.call import Call
     from aneuron.server.http.errors import ApiError
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["CompletionsEndpoint"]
 
 _Prompt = str | list[int]
+_SLICE = 128  # tokens, with up to 20 others each: some 4 ms
 
 
 class CompletionsEndpoint(Endpoint):
@@ -49,38 +54,64 @@ class CompletionsEndpoint(Endpoint):
         self, call: Call, body: bytes
     ) -> tuple[list[TokenStream], CompletionSpeaker, bool]:
         """Return a stream for each prompt, what speaks them, and whether as events."""
-        request, state = decode(CompletionRequest, body), self.state
+        state = self.state
+        request = decode(CompletionRequest, body, max_model_len=state.max_model_len)
         call.names = field_names(request)
         state.check(request.model)
         sampling = sampling_of(request)
         prompts: list[_Prompt] = request.prompts
+        num_choices = len(prompts) * request.num_choices
+        if num_choices > MAX_PROMPTS:
+            refuse("n", f"makes {num_choices} choices of all prompts; at most {MAX_PROMPTS} are")
         wants_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
         spell = await state.spelling.load() if wants_logprobs else None
-        if "prompt_logprobs" in sampling:
-            if request.stream:
-                field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
-                refuse(field, "with log probabilities of the prompt is not supported as a stream")
-            prompts = [await _ids_of(prompt, state) for prompt in prompts]
-        speaker = CompletionSpeaker(call, request, request.prompts, prompts, spell)
+        if "prompt_logprobs" in sampling and request.stream:
+            field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+            refuse(field, "with log probabilities of the prompt is not supported as a stream")
         call.received(len(prompts), sampling, is_stream=bool(request.stream))
+        if "prompt_logprobs" in sampling:
+            prompts = [await _ids_of(at, one, call) for at, one in enumerate(prompts)]
         try:
-            streams = submit_all(partial(_submit, state, one, sampling) for one in prompts)
+            params = SamplingParams.build(None, sampling)  # once for all: they may be large
         except RequestError as error:
             raise api_error(error, call.names) from error
+        streams = await submit_all(call, (partial(_submit, state, one, params) for one in prompts))
+        try:
+            echoes = [await _echo(one, state) for one in request.prompts] if request.echo else []
+            speaker = CompletionSpeaker(call, request, echoes, prompts, spell)
+        except BaseException:  # nobody else has them yet
+            for stream in streams:
+                stream.cancel()
+            raise
         return streams, speaker, bool(request.stream)
 
 
-def _submit(state: ServerState, prompt: _Prompt, sampling: dict[str, Any]) -> TokenStream:
+def _submit(state: ServerState, prompt: _Prompt, params: SamplingParams) -> TokenStream:
     if isinstance(prompt, str):
-        return state.engine.generate(prompt, **sampling)
-    return state.engine.generate(prompt_token_ids=prompt, **sampling)
+        return state.engine.generate(prompt, params)
+    return state.engine.generate(prompt_token_ids=prompt, params=params)
 
 
-async def _ids_of(prompt: _Prompt, state: ServerState) -> list[int]:
+async def _ids_of(at: int, prompt: _Prompt, call: Call) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    state = call.state
+    most = state.max_model_len
+    check = partial(check_length, max_model_len=most, capacity=most, param="prompt")
+    try:
+        encoded = await state.engine.tokenizer.encode(prompt, check=check)
+    except RequestError as error:
+        raise call.error_of(error, at) from error
+    ids: list[int] = encoded.tolist()
+    return ids
+
+
+async def _echo(prompt: _Prompt, state: ServerState) -> str:
+    """Return a prompt's text; its ids are no more than fit, as they were submitted."""
     if isinstance(prompt, str):
-        ids: list[int] = (await state.engine.tokenizer.encode(prompt)).tolist()
-        return ids
-    return prompt
+        return prompt
+    await asyncio.sleep(0)  # many at once would hold the loop
+    return state.engine.tokenizer.decode(prompt)
 
 
 class CompletionSpeaker:
@@ -92,7 +123,7 @@ class CompletionSpeaker:
         self,
         call: Call,
         request: CompletionRequest,
-        given: list[_Prompt],
+        echoes: list[str],
         prompts: list[_Prompt],
         spell: Callable[[int], bytes] | None,
     ) -> None:
@@ -101,7 +132,7 @@ class CompletionSpeaker:
         Args:
             call: whose answer it is.
             request: that it answers.
-            given: the prompts as the client gave them.
+            echoes: texts of the prompts, where they are to be said.
             prompts: as the engine got them: ids where their log probabilities are wanted.
             spell: gives an id's bytes, for log probabilities.
         """
@@ -109,11 +140,7 @@ class CompletionSpeaker:
         self._prompts, self._spell = prompts, spell
         shows_special = request.skip_special_tokens is False
         self._hidden = frozenset() if shows_special else call.state.spelling.special_ids
-        decoder = call.state.engine.tokenizer.decode
-        self._echoes = [
-            "" if not request.echo else one if isinstance(one, str) else decoder(one)
-            for one in given
-        ]
+        self._echoes = echoes or [""] * len(prompts)
         self._facts: dict[str, Any] = {
             "created": call.state.now_s(), "model": request.model, "system_fingerprint": None,
         }  # fmt: skip
@@ -183,46 +210,66 @@ class CompletionSpeaker:
 
     # ── whole ───────────────────────────────────────────────────────────────────────────
 
-    def whole(self, completions: list[Completion]) -> bytes:
+    async def whole(self, completions: list[Completion]) -> bytes:
         """Return all texts in one."""
-        choices = [
-            self._choice(prompt, completion, choice)
-            for prompt, completion in enumerate(completions)
-            for choice in completion.choices
-        ]
+        choices = await encode_each(
+            [
+                await self._choice(prompt, completion, choice)
+                for prompt, completion in enumerate(completions)
+                for choice in completion.choices
+            ]
+        )
         usage = Usage.of(*(one.usage for one in completions))
         return encode(CompletionBody(id=self._id, choices=choices, usage=usage, **self._facts))
 
-    def _choice(self, prompt: int, completion: Completion, choice: Choice) -> CompletionChoice:
+    async def _choice(
+        self, prompt: int, completion: Completion, choice: Choice
+    ) -> CompletionChoice:
         more: dict[str, Any] = {}
         if self._request.prompt_logprobs is not None and self._spell is not None:
             ids, entries = self._prompts[prompt], completion.prompt_logprobs
             assert isinstance(ids, list)
             assert entries is not None
-            more["prompt_logprobs"] = prompt_logprobs(ids, entries, self._spell)
+            more["prompt_logprobs"] = rows = []
+            for own, told in _slices(ids, entries):
+                rows += prompt_logprobs(own, told, self._spell)
+                await asyncio.sleep(0)
         return CompletionChoice(
             index=prompt * self._n + choice.index, text=self._echoes[prompt] + choice.text,
-            logprobs=self._whole_logprobs(prompt, completion, choice),
+            logprobs=await self._whole_logprobs(prompt, completion, choice),
             finish_reason=_said(choice.finish_reason), stop_reason=choice.stop_reason, **more,
         )  # fmt: skip
 
-    def _whole_logprobs(
+    async def _whole_logprobs(
         self, prompt: int, completion: Completion, choice: Choice
     ) -> CompletionLogprobs | None:
         if self._spell is None or choice.logprobs is None:
             return None
-        ids, entries = list(choice.token_ids), list(choice.logprobs)
-        columns = LogprobColumns(self._spell, hidden=self._hidden)
+        ids: list[int] = list(choice.token_ids)
+        entries: list[TokenLogprobs | None] = list(choice.logprobs)
         before = self._prompts[prompt]
         if self._request.echo and isinstance(before, list):
             known = completion.prompt_logprobs
             assert known is not None
-            return columns.add([*before, *ids], [*known, *entries])
-        return columns.add(ids, entries)
+            ids, entries = [*before, *ids], [*known, *entries]
+        columns = LogprobColumns(self._spell, hidden=self._hidden)
+        told = columns.add((), ())
+        for own, facts in _slices(ids, entries):
+            told.extend(columns.add(own, facts))
+            await asyncio.sleep(0)
+        return told
 
     def reasons(self, completions: list[Completion]) -> list[str]:
         """Return why each choice ended."""
         return [_said(choice.finish_reason) for one in completions for choice in one.choices]
+
+
+def _slices(
+    ids: list[int], entries: Sequence[TokenLogprobs | None]
+) -> Iterator[tuple[list[int], Sequence[TokenLogprobs | None]]]:
+    """Yield what of some tokens' log probabilities is told in one turn of the loop."""
+    for at in range(0, len(ids), _SLICE):
+        yield ids[at : at + _SLICE], entries[at : at + _SLICE]
 
 
 def _said(reason: FinishReason) -> Literal["stop", "length"]:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from aneuron.errors import InvalidRequest, RequestError
 from aneuron.outputs import FinishReason
-from aneuron.server.asked import Asked, pieces_of
+from aneuron.server.asked import Asked
 from aneuron.server.call import Endpoint
 from aneuron.server.http.errors import ApiError, api_error
 from aneuron.server.http.sse import event
@@ -194,10 +194,14 @@ class _Output:
             case CallEnded(_, is_complete):
                 self._end(is_complete=is_complete)
 
+    @property
+    def is_in_message(self) -> bool:
+        """Whether a message is coming."""
+        return isinstance(self._coming, _Text) and not self._coming.is_reasoning
+
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Take in what is told of tokens without text, at the end of a message."""
-        is_message = isinstance(self._coming, _Text) and not self._coming.is_reasoning
-        if logprobs and is_message:
+        if logprobs and self.is_in_message:
             self._text(is_reasoning=False).grow("", logprobs)
 
     def finish(self, *, is_complete: bool) -> None:
@@ -219,6 +223,17 @@ class _Output:
             self._coming = None
 
 
+def _of_text(told: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Return those of the tokens that spell a text: others, in front, were of a tag."""
+    spelled = b"".join([bytes(one.bytes) for one in told])
+    begin, end = spelled.rfind(text.encode()), 0
+    for at, one in enumerate(told):
+        end += len(one.bytes)
+        if end > begin:
+            return told[at:]
+    return told
+
+
 class ResponseSpeaker:
     """Says a response."""
 
@@ -238,9 +253,9 @@ class ResponseSpeaker:
             **request.echo, "id": call.response_id, "created_at": state.now_s(),
         }  # fmt: skip
         self._is_stream, self._spell = bool(request.stream), spell
-        self._parser = asked.make_parser()
+        self._reader = asked.make_reader()
         self._output = _Output(self._tell)
-        self._num_events, self._num_reasoning = 0, 0
+        self._num_events = 0
         self._events: list[bytes] = []
         self._held: list[TokenLogprob] = []  # of tokens whose text is held back
         self._is_whole = True
@@ -258,7 +273,7 @@ class ResponseSpeaker:
 
     def delta(self, prompt: int, items: list[Token], usage: Usage) -> bytes:
         """Return the events of some tokens."""
-        if not self._num_events:
+        if self._is_stream and not self._num_events:
             self._tell("response.created", response=self._response("in_progress"))
             self._tell("response.in_progress", response=self._response("in_progress"))
         if self._spell is None:
@@ -273,14 +288,17 @@ class ResponseSpeaker:
         return self._told()
 
     def _add(self, items: list[Token]) -> None:
-        text, is_end = "".join([item.text for item in items]), items[-1].finish_reason is not None
-        pieces = pieces_of(self._parser, text, is_end=is_end)
-        if pieces and all(type(piece) is Reasoning for piece in pieces):
-            self._num_reasoning += len(items)
-        self._held += self._logprobs(items)
-        for piece in pieces:
-            self._output.add(piece, self._held if type(piece) is Content else ())
-            self._held = []  # else of a tag, of reasoning or of a call: nobody asks for these
+        told, has_text = self._logprobs(items), any(item.text for item in items)
+        self._held += told if has_text else []
+        for piece in self._reader.read(items):
+            if type(piece) is Content:
+                if not self._output.is_in_message:
+                    self._held = _of_text(self._held, piece.text)
+                self._output.add(piece, self._held)
+            else:  # nobody asks for those of reasoning, or of a call
+                self._output.add(piece)
+            self._held = []
+        self._held += [] if has_text else told
 
     def _logprobs(self, items: list[Token]) -> list[TokenLogprob]:
         if self._spell is None:
@@ -303,7 +321,7 @@ class ResponseSpeaker:
         self._tell("response.failed", response=self._response("failed", fault=fault))
         return self._told()
 
-    def whole(self, completions: list[Completion]) -> bytes:
+    async def whole(self, completions: list[Completion]) -> bytes:
         """Return the answer in one."""
         status: _Status = "completed" if self._is_whole else "incomplete"
         return encode(self._response(status, completions[0].usage))
@@ -321,7 +339,7 @@ class ResponseSpeaker:
             incomplete_details=wire.IncompleteDetails() if status == "incomplete" else None,
             usage=None if usage is None else wire.ResponsesUsage.of(
                 usage.prompt_tokens, usage.completion_tokens, cached=usage.cached_tokens,
-                reasoning=self._num_reasoning,
+                reasoning=self._reader.num_reasoning,
             ),
         )  # fmt: skip
 

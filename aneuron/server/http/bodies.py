@@ -65,7 +65,8 @@ class BodyLimit:
             await refuse(refused, scope, receive, send)
             return
         if body is not None:  # else the client has left
-            await self._app(scope, _Replay(body, receive), send)
+            replay, body = _Replay(body, receive), None  # gone once it was read: answers take long
+            await self._app(scope, replay, send)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:

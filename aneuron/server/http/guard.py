@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 
     from aneuron.server.config import ServerConfig
 
-__all__ = ["OPEN_PATHS", "ApiKeys", "RequestLog", "guards"]
+__all__ = ["OPEN_PATHS", "PAGE_PATHS", "ApiKeys", "RequestLog", "guards"]
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key
+# What a browser loads before it can ask its user for a key: the same for everyone.
+PAGE_PATHS = frozenset(
+    {"/", "/page/api.js", "/page/icon.svg", "/page/page.css", "/page/page.js", "/page/timeline.js"}
+)
+_KEYLESS = OPEN_PATHS | PAGE_PATHS
+# Hosts that no domain's owner can point elsewhere.
+_FIXED_HOST = re.compile(rb"(?:localhost|\d{1,3}(?:\.\d{1,3}){3}|\[[0-9a-f:.]+\])(?::\d{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MOST_PATH_CHARS = 200  # of a path, in the log
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -176,7 +183,8 @@ class ApiKeys:
 
     A browser sends what any page asks it to, to this machine as well, and a page whose name
     has been pointed at this machine may read the answers. Without keys, nothing else tells it
-    from a user: a request that writes and names an `Origin` needs that origin to be allowed.
+    from a user: a request that writes and names an `Origin` needs that origin to be allowed, or
+    to be this server's own, and a number: a name is what such a page has, too.
 
     Args:
         app: what comes next.
@@ -193,7 +201,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
-        if scope["type"] != "http" or _path(scope) in OPEN_PATHS:
+        if scope["type"] != "http" or _path(scope) in _KEYLESS:
             await self._app(scope, receive, send)
         elif self._keys and (error := self._key_fault(scope)) is not None:
             await refuse(error, scope, receive, send)
@@ -220,7 +228,16 @@ class ApiKeys:
     def _is_foreign(self, scope: Scope) -> bool:
         if scope["method"] in _READS or b"*" in self._origins:
             return False
-        return any(origin not in self._origins for origin in header_values(scope, b"origin"))
+        origins = set(header_values(scope, b"origin"))
+        return not origins <= self._origins and not origins <= _own_origins(scope)
+
+
+def _own_origins(scope: Scope) -> set[bytes]:
+    """Return the origins of pages that came from here, as far as the host can be trusted."""
+    match list(header_values(scope, b"host")):
+        case [host] if _FIXED_HOST.fullmatch(host):
+            return {b"http://" + host, b"https://" + host}
+    return set()
 
 
 def _path(scope: Scope) -> str:

@@ -1,9 +1,9 @@
 """Serving an app on sockets: uvicorn's HTTP/1.1 inside the loop that runs already.
 
 Comes in: an ASGI app, an address, limits. Goes out: the app's answers, until a signal or the
-caller ends it. Here is everything about connections that an app cannot see: heads that do not
-come, readers that do not read, how many there are, and how they end. Runs in the caller's
-task; each request has a task of uvicorn's. Nothing polls and nothing is left behind.
+caller ends it. Here is what an app cannot see of connections: how many there are, and how they
+end; what happens on one is in `connection.py`. Runs in the caller's task; each request has a
+task of uvicorn's. Nothing polls and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import TYPE_CHECKING
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from aneuron.server.http.addresses import bind, cannot_listen, forget, url
 from aneuron.server.http.bodies import refuse
-from aneuron.server.http.errors import ApiError, error_body
+from aneuron.server.http.connection import Connection
+from aneuron.server.http.errors import ApiError
 from aneuron.server.http.guard import OPEN_PATHS, RequestLog
+from aneuron.server.http.reading import Turns
 
 if TYPE_CHECKING:
     import socket
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["Limits", "serve"]
+__all__ = ["Limits", "Site", "serve"]
 
 _GIVE_UP_S = 1.0  # for handlers to see that their connection is gone
-_BAD_HTTP = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ async def serve(
     if sockets is None:
         sockets = await asyncio.to_thread(bind, host, port, uds=uds)
     ending = _Ending(stop or asyncio.Event())
-    site = _Site(app, limits)
+    site = Site(app, limits)
     urls = [url(one) for one in sockets]  # a closed socket has none
     try:
         with ending.on_signals() if handles_signals else contextlib.nullcontext():
@@ -161,14 +160,14 @@ class _Ending:
 # ── connections ─────────────────────────────────────────────────────────────────────────
 
 
-class _Site:
+class Site:
     """The listening sockets and all their connections."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.limits = limits
         self.config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=Connection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -182,8 +181,9 @@ class _Site:
         )
         self.config.load()
         self.state = ServerState()
-        self._full_app = RequestLog(self._turn_away)
+        self.turns = Turns()
         self._app = app
+        self._full_app = RequestLog(_turn_away)
         self._servers: list[asyncio.Server] = []
         self._date_s = 0
         self._is_over = False
@@ -202,7 +202,7 @@ class _Site:
             try:
                 one.listen(self.limits.backlog)  # here, as uvloop keeps its errors to itself
                 server = await loop.create_server(
-                    lambda: _Connection(self), sock=one, backlog=self.limits.backlog
+                    lambda: Connection(self), sock=one, backlog=self.limits.backlog
                 )
             except OSError as error:
                 raise cannot_listen(name, error) from error
@@ -235,14 +235,25 @@ class _Site:
         if self.state.tasks:
             await asyncio.wait(self.state.tasks, timeout=_GIVE_UP_S)
 
-    def made(self, connection: _Connection) -> None:
+    def made(self, connection: Connection) -> None:
         """Admit a new connection, or not."""
         self._is_empty.clear()
-        num_open = len(self.state.connections)
-        if num_open > self.limits.max_connections:
-            connection.app = self._full_app
-        if self._is_over or num_open > 2 * self.limits.max_connections:
+        connection.is_admitted = not self._is_full
+        if self._is_over or len(self.state.connections) > 2 * self.limits.max_connections:
             connection.transport.abort()
+
+    def app_for(self, connection: Connection, scope: Scope) -> ASGIApp:
+        """Return what answers a request of a connection that was one too many when it came."""
+        if not self._is_full:
+            connection.is_admitted = True
+            return self._app
+        # A full server is no reason to restart it; an app that is mounted has its probes, too.
+        is_probe = "/" + scope["path"].rpartition("/")[2] in OPEN_PATHS
+        return self._app if is_probe else self._full_app
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.state.connections) > self.limits.max_connections
 
     def lost(self) -> None:
         """Tell who waits for the last connection."""
@@ -256,119 +267,7 @@ class _Site:
             self._date_s = now_s
             self.state.default_headers = [(b"date", formatdate(now_s, usegmt=True).encode())]
 
-    async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:  # a full server is no reason to restart it
-            await self._app(scope, receive, send)
-            return
-        message = "too many connections are open"
-        error = ApiError(503, message, code="overloaded", retry_after_s=1.0)
-        await refuse(error, scope, receive, send, closes=True)
 
-
-class _Connection(H11Protocol):
-    """uvicorn's connection, and what it has no limits for: slow heads and stalled readers.
-
-    h11 rather than what else uvicorn may find installed: it bounds the size of a head.
-    """
-
-    def __init__(self, site: _Site) -> None:
-        super().__init__(config=site.config, server_state=site.state, app_state={})
-        self._site = site
-        self._app, self.app = self.app, self._serve
-        self._head: asyncio.TimerHandle | None = None  # while a head is awaited
-        self._stall: asyncio.TimerHandle | None = None  # while nobody reads
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._site.made(self)
-        self._watch_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_head()
-        self._stop_stall()
-        self._site.lost()
-
-    def data_received(self, data: bytes) -> None:
-        self._site.date()
-        super().data_received(data)
-        self._watch_head()
-        if self.flow.read_paused and self._has_room:
-            self.flow.resume_reading()  # else nobody sees that the client leaves
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_stall()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():  # and stays so until what is written has been read
-            self._watch_reader()
-        elif self.conn.trailing_data[0]:  # the beginning of the next head
-            self._watch_head()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._watch_reader()
-
-    def shutdown(self) -> None:
-        """End it after the answer under way, or now."""
-        if not self.transport.is_closing():
-            super().shutdown()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in the envelope of all errors."""
-        if self._is_serving:
-            self.transport.abort()  # its answer may have begun
-            return
-        error = ApiError(400, msg, code="bad_http")
-        body = error_body(error)
-        self.transport.write(_BAD_HTTP + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        self.transport.close()
-        self._watch_reader()
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; where its answer has no end, the connection ends."""
-        cycle = self.cycle
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if cycle.response_started and not cycle.response_complete:
-                cycle.disconnected = True  # uvicorn need not complain: who left it so has said why
-                self.transport.close()
-                self._watch_reader()
-
-    @property
-    def _is_serving(self) -> bool:
-        return bool(self.cycle) and not self.cycle.response_complete
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether little enough of later requests was sent ahead to read on."""
-        is_whole = self.conn.their_state is h11.DONE
-        return is_whole and len(self.conn.trailing_data[0]) < self._site.limits.max_header_bytes
-
-    def _watch_head(self) -> None:
-        """Run the clock while a head is awaited, and not while a request is served."""
-        if self._is_serving:
-            self._stop_head()
-        elif self._head is None:
-            self._head = self.loop.call_later(self._site.limits.header_s, self.transport.abort)
-
-    def _watch_reader(self) -> None:
-        if self._stall is None:
-            self._stall = self.loop.call_later(self._site.limits.stall_s, self.transport.abort)
-
-    def _stop_head(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
-
-    def _stop_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+async def _turn_away(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(503, "too many connections are open", code="overloaded", retry_after_s=1.0)
+    await refuse(error, scope, receive, send, closes=True)

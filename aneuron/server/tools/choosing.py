@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["answer_follows", "opens_reasoning", "parser_for"]
 
-_LOGGER = logging.getLogger("aneuron")
+_LOGGER = logging.getLogger("aneuron.server")
 _PROBE = [{"role": "user", "content": "?"}]
 
 

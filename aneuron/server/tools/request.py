@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aneuron.errors import InvalidRequest
+from aneuron.params.sizes import MOST_VALUES, count_values, holds_more
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "ToolChoice",
@@ -161,10 +162,40 @@ def template_messages(messages: list[Any]) -> list[Any]:
     On the wire they are JSON text, which a template would quote once more.
 
     Raises:
-        InvalidRequest: the arguments of a call are not the JSON of an object; `param` is such as
-            "messages[1].tool_calls[0].function.arguments".
+        InvalidRequest: the arguments of a call are not the JSON of an object, or those of all hold
+            too many values; `param` is such as "messages[1].tool_calls[0].function.arguments".
     """
+    _check_arguments(_arguments(messages))
     return [_with_objects(one, f"messages[{index}]") for index, one in enumerate(messages)]
+
+
+def _check_arguments(arguments: Iterable[tuple[str, str]]) -> None:
+    """Check how much calls hold, before it is made into objects.
+
+    Args:
+        arguments: of each call: its path, and its JSON.
+
+    Raises:
+        InvalidRequest: more than 20,000 values in all; `param` is the path of the first beyond.
+    """
+    given = [(where, text.encode("utf-8", "surrogatepass")) for where, text in arguments]
+    if not holds_more(b",".join([text for _, text in given]), MOST_VALUES):
+        return
+    num_values = 0
+    for where, text in given:
+        num_values += 1 + count_values(text)
+        if num_values > MOST_VALUES:
+            _refuse(where, f"and those before hold more than {MOST_VALUES} JSON values")
+
+
+def _arguments(messages: list[Any]) -> Iterator[tuple[str, str]]:
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for at, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            given = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(given, str):
+                yield f"messages[{index}].tool_calls[{at}].function.arguments", given
 
 
 def _with_objects(message: Any, where: str) -> Any:

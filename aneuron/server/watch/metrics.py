@@ -29,7 +29,7 @@ _MISSING = "metrics need prometheus-client: pip install 'aneuron[metrics]'"
 _ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
     "/v1/models/{model}", "/tokenize", "/detokenize", "/version", "/openapi.json",
-    "/health", "/ready", "/metrics",
+    "/health", "/ready", "/metrics", "/timeline.json", "/timeline.svg", "/",
 )  # fmt: skip
 _ENDPOINTS = ("chat", "completions", "responses")
 _OTHER = "other"

@@ -17,6 +17,7 @@ from aneuron.server.wire.common import (
     Count,
     FunctionName,
     GenerationRequest,
+    Limits,
     Strict,
     Usage,
     encode,
@@ -24,7 +25,7 @@ from aneuron.server.wire.common import (
 )
 from aneuron.server.wire.fields import CHAT, Fields
 from aneuron.server.wire.logprobs import ChatLogprobs  # noqa: TC001 (msgspec reads it)
-from aneuron.server.wire.messages import Messages, explain_part
+from aneuron.server.wire.messages import MOST_IN_MESSAGES, Messages, explain_part
 
 __all__ = [
     "AllowedToolChoice",
@@ -124,6 +125,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         "chat_template_kwargs",
     )
     long: ClassVar[tuple[str, ...]] = (*GenerationRequest.long, "messages")
+    most_values: ClassVar[Limits] = {
+        **GenerationRequest.most_values, "messages": MOST_IN_MESSAGES,
+    }  # fmt: skip
     explain = staticmethod(explain_part)
 
     messages: Messages

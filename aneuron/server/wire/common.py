@@ -9,15 +9,19 @@ once into the request's type, so that a hostile body costs little more than its 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from aneuron.params.sizes import MOST_VALUES, holds_more
 from aneuron.server.http.errors import ApiError, api_error
+from aneuron.server.http.nulls import forgiving
 from aneuron.server.wire.fields import Fields  # noqa: TC001 (msgspec reads it)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aneuron import outputs
 
 __all__ = [
@@ -26,13 +30,19 @@ __all__ = [
     "Count",
     "FunctionName",
     "GenerationRequest",
+    "JsonObjectFormat",
+    "JsonSchema",
+    "JsonSchemaFormat",
+    "Limits",
     "ModelName",
     "PromptTokensDetails",
     "Request",
+    "ResponseFormat",
     "SamplingRequest",
     "StreamOptions",
     "Strict",
     "StructuredOutputs",
+    "TextFormat",
     "TokenId",
     "Usage",
     "decode",
@@ -42,6 +52,7 @@ __all__ = [
 
 _MAX_DEPTH = 64  # templates and grammar compilers recurse
 _MAX_FIELD_BYTES = 2**20  # of a field that has no limit of its own
+_MAX_NEUTRAL_BYTES = 1024  # of a refused field: what asks for nothing is short
 
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -55,6 +66,7 @@ _BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 _BiasKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Schema = dict[str, Any]
+Limits = dict[str, int | None]
 
 encode = msgspec.json.Encoder().encode
 
@@ -74,11 +86,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         fields: what is honoured, ignored and refused.
         free_form: fields that hold JSON of any depth, up to 64.
         long: fields that only the limit on bodies limits.
+        most_values: limits of JSON values in fields, where they are not 20,000; None is none.
     """
 
     fields: ClassVar[Fields]
     free_form: ClassVar[tuple[str, ...]] = ()
     long: ClassVar[tuple[str, ...]] = ()
+    most_values: ClassVar[Limits] = {}
+
+    @classmethod
+    def check_raw(cls, given: Mapping[str, bytes], max_model_len: int | None) -> None:
+        """Check fields before they are read, where that would cost too much.
+
+        Args:
+            given: their JSON.
+            max_model_len: see `decode`.
+
+        Raises:
+            ApiError: one is too large.
+        """
 
     def check(self) -> None:
         """Check what no field's type can say.
@@ -105,19 +131,23 @@ def refuse(param: str, fault: str) -> NoReturn:
     raise ApiError(400, f"{param} {fault}", param=param, code="invalid_value")
 
 
-def decode(kind: type[_R], body: bytes) -> _R:
+def decode(kind: type[_R], body: bytes, *, max_model_len: int | None = None) -> _R:
     """Return a body as a request.
 
     Types are strict (no number in a string, no whole float for an integer, no truth value for a
     number), null is as good as absent but where a field is required, and of a field that comes
     twice the last counts.
 
+    Args:
+        kind: of the request.
+        body: as it came.
+        max_model_len: the longest context, in tokens, if it is known.
+
     Raises:
         ApiError: 400; `param` is the path of the field at fault.
     """
     try:
-        _check_fields(kind, body)
-        request: _R = _decoder(kind).decode(body)
+        request = forgiving(_Reader(kind, max_model_len), body)
     except msgspec.DecodeError as error:
         raise kind.explain(api_error(error)) from None
     except UnicodeDecodeError as error:
@@ -127,6 +157,19 @@ def decode(kind: type[_R], body: bytes) -> _R:
         raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
     request.check()
     return request
+
+
+class _Reader(Generic[_R]):
+    """Decodes a body, in two steps."""
+
+    def __init__(self, kind: type[_R], max_model_len: int | None) -> None:
+        self._kind, self._max_model_len = kind, max_model_len
+
+    def decode(self, body: bytes) -> _R:
+        """Look at the fields, then read them."""
+        _check_fields(self._kind, body, self._max_model_len)
+        request: _R = _decoder(self._kind).decode(body)
+        return request
 
 
 @cache
@@ -143,7 +186,7 @@ def _scanner(kind: type[Request]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("Given", columns, forbid_unknown_fields=True))
 
 
-def _check_fields(kind: type[Request], body: bytes) -> None:
+def _check_fields(kind: type[Request], body: bytes, max_model_len: int | None) -> None:
     scanned = _scanner(kind).decode(body)
     names = scanned.__struct_fields__
     values = ((name, getattr(scanned, name)) for name in names)
@@ -155,17 +198,25 @@ def _check_fields(kind: type[Request], body: bytes) -> None:
             _check_refused(kind.fields, name, given)
         elif name in kind.fields.ignored:
             raw.decode()  # nobody else reads it
+        elif (most := kind.most_values.get(name, MOST_VALUES)) and holds_more(raw, most):
+            refuse(name, f"holds more than {most} JSON values, those inside of others among them")
         elif name in kind.free_form and _is_too_deep(raw):
             refuse(name, f"is nested deeper than {_MAX_DEPTH} levels")
+    kind.check_raw(given, max_model_len)
 
 
 def _check_refused(fields: Fields, name: str, given: dict[str, bytes]) -> None:
     refused = fields.refused[name]
-    value = msgspec.json.decode(given[name])
-    if refused.same_as and value == msgspec.json.decode(given.get(refused.same_as, b"1")):
+    value = _small(given[name])
+    if refused.same_as and value == _small(given.get(refused.same_as, b"1")):
         return
     if not refused.allows(value):
         refuse(name, f"is not supported: {refused.why}")
+
+
+def _small(raw: bytes) -> Any:
+    """Return a value, if it is one that could be neutral; others are not built."""
+    return msgspec.json.decode(raw) if len(raw) <= _MAX_NEUTRAL_BYTES else UNSET
 
 
 def _is_too_deep(raw: bytes) -> bool:
@@ -236,6 +287,7 @@ class SamplingRequest(Request, frozen=True, kw_only=True):
 
     free_form: ClassVar[tuple[str, ...]] = ("structured_outputs",)
     long: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
+    most_values: ClassVar[Limits] = {"allowed_token_ids": 2**18}
 
     model: ModelName
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None

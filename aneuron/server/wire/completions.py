@@ -6,17 +6,32 @@ client reads, and a `CompletionWriter` for streams. Pure.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from aneuron.server.http.errors import ApiError
-from aneuron.server.wire.common import Body, GenerationRequest, TokenId, Usage, encode, refuse
+from aneuron.errors import ContextTooLong
+from aneuron.params.sizes import holds_more
+from aneuron.prompt import check_length
+from aneuron.server.http.errors import ApiError, api_error
+from aneuron.server.wire.common import (
+    Body,
+    GenerationRequest,
+    Limits,
+    TokenId,
+    Usage,
+    encode,
+    refuse,
+)
 from aneuron.server.wire.fields import COMPLETIONS, Fields
 from aneuron.server.wire.logprobs import (  # msgspec reads them
     CompletionLogprobs,  # noqa: TC001
     PromptLogprob,  # noqa: TC001
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "MAX_PROMPTS",
@@ -28,6 +43,9 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 1024
+_MAX_IDS = 2**22  # of all prompts: to make them takes 0.06 s
+_MANY_IDS = 2**17
+_FIRST = re.compile(rb"\s*\[\s*(.)")
 _Top = Annotated[int, Meta(ge=0, le=20)]
 PromptItem = str | TokenId | list[TokenId]
 FinishReason = Literal["stop", "length"]
@@ -38,11 +56,19 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     fields: ClassVar[Fields] = COMPLETIONS
     long: ClassVar[tuple[str, ...]] = (*GenerationRequest.long, "prompt")
+    most_values: ClassVar[Limits] = {
+        **GenerationRequest.most_values, "prompt": None,
+    }  # fmt: skip
 
     prompt: str | list[PromptItem]
     logprobs: _Top | None = None
     prompt_logprobs: _Top | None = None
     echo: bool | None = None
+
+    @classmethod
+    def check_raw(cls, given: Mapping[str, bytes], max_model_len: int | None) -> None:
+        """Check that prompts are neither too many nor too long, as far as ids go."""
+        _check_sizes(given.get("prompt", b""), max_model_len)
 
     def check(self) -> None:
         """Check the fields that lean on others, and that the prompts are of one form."""
@@ -63,6 +89,31 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             message = f"{fault.message}; an echo without new tokens is not supported"
             return ApiError(400, message, param=fault.param, code=fault.code)
         return fault
+
+
+def _check_sizes(raw: bytes, max_model_len: int | None) -> None:
+    """Check prompts by their JSON: 2 million small lists would hold the loop for seconds."""
+    if (found := _FIRST.match(raw)) is None:
+        return  # a text
+    if found.group(1) == b'"':
+        if holds_more(raw, MAX_PROMPTS):
+            refuse("prompt", f"holds more than {MAX_PROMPTS} prompts")
+        return
+    if (num_lists := raw.count(b"[") - 1) > MAX_PROMPTS:
+        refuse("prompt", f"holds more than {MAX_PROMPTS} prompts")
+    # No comma stands in ids but between them, and one before each list but the first.
+    sizes = [one.count(b",") + (not at) for at, one in enumerate(raw.split(b"]", MAX_PROMPTS + 1))]
+    if max_model_len is not None and sum(sizes) > _MANY_IDS:  # else the engine says it
+        try:
+            at = sizes.index(most := max(sizes))
+            where = f"prompt[{at}]" if num_lists > 1 else "prompt"
+            check_length(
+                max(1, most), max_model_len=max_model_len, capacity=max_model_len, param=where
+            )
+        except ContextTooLong as error:
+            raise api_error(error) from error
+    if sum(sizes) > _MAX_IDS:
+        refuse("prompt", f"holds {sum(sizes)} ids; at most {_MAX_IDS} are taken in one body")
 
 
 def _check_prompts(prompt: str | list[PromptItem]) -> None:

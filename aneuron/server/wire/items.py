@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from aneuron.params.sizes import MOST_VALUES, holds_more
 from aneuron.server.http.errors import ApiError, api_error
+from aneuron.server.http.nulls import forgiving
 from aneuron.server.wire.common import FunctionName, Strict, refuse
 from aneuron.server.wire.messages import (
     AssistantMessage,
@@ -42,7 +44,9 @@ __all__ = [
     "MessageItem",
     "OutputTextPart",
     "ReasoningItem",
+    "ReasoningTextPart",
     "RefusalText",
+    "SummaryText",
     "messages_of",
 ]
 
@@ -77,7 +81,7 @@ class MessageItem(Strict, frozen=True, kw_only=True):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputTextPart | RefusalText]
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     id: str | None = None
     status: _Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -178,7 +182,7 @@ def _decode(raw: msgspec.Raw, where: str) -> Item:
     try:
         name = _KIND.decode(raw).type or "message"
         if name in _DECODERS:
-            item: Item = _DECODERS[name].decode(raw)
+            item: Item = forgiving(_DECODERS[name], raw)
             if isinstance(item, FunctionCallItem):
                 _check_arguments(item.arguments, f"{where}.arguments")
             return item
@@ -204,6 +208,8 @@ def _placed(fault: ApiError, where: str) -> ApiError:
 
 
 def _check_arguments(arguments: str, where: str) -> None:
+    if holds_more(arguments.encode(), MOST_VALUES):
+        refuse(where, f"holds more than {MOST_VALUES} JSON values")
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -63,6 +63,13 @@ class CompletionLogprobs(Body, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
+    def extend(self, more: CompletionLogprobs) -> None:
+        """Add the columns of the tokens behind."""
+        self.tokens.extend(more.tokens)
+        self.token_logprobs.extend(more.token_logprobs)
+        self.top_logprobs.extend(more.top_logprobs)
+        self.text_offset.extend(more.text_offset)
+
 
 class PromptLogprob(Body, frozen=True, kw_only=True):
     """What a token of a prompt, or a likely one in its place, has."""

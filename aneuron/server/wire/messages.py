@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "MOST_IN_MESSAGES",
     "AssistantMessage",
     "CalledFunction",
     "DeveloperMessage",
@@ -33,6 +34,8 @@ __all__ = [
     "plain_messages",
 ]
 
+# JSON values in all messages: 1024 turns with a dozen calls or thirty parts each.
+MOST_IN_MESSAGES = 2**17
 _PART_TYPE = re.compile(r"(messages\[\d+\]\.content\[\d+\])\.type")
 _Anything = dict[str, Any] | None
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from aneuron.server.wire.chat import TemplateKwargs, Tools, plain_tools
-from aneuron.server.wire.common import Body, ModelName, Request, TokenId, refuse
+from aneuron.server.wire.common import Body, Limits, ModelName, Request, TokenId, refuse
 from aneuron.server.wire.fields import DETOKENIZE, TOKENIZE, Fields
-from aneuron.server.wire.messages import Messages, explain_part
+from aneuron.server.wire.messages import MOST_IN_MESSAGES, Messages, explain_part
 
 __all__ = [
+    "MAX_TIMELINE_STEPS",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "ErrorBody",
@@ -20,10 +21,15 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "Probe",
+    "TimelineBreak",
+    "TimelineNumbers",
     "TokenizeRequest",
     "TokenizeResponse",
     "Version",
 ]
+
+
+MAX_TIMELINE_STEPS = 64  # of one picture: some 7 ms of work
 
 
 class ModelCard(Body, frozen=True, kw_only=True):
@@ -58,6 +64,37 @@ class Version(Body, frozen=True, kw_only=True):
     version: str
 
 
+class TimelineBreak(Body, frozen=True, kw_only=True):
+    """How often the flow broke for one reason, and the seconds it took."""
+
+    count: int
+    seconds: float
+
+
+class TimelineNumbers(Body, frozen=True, kw_only=True):
+    """What an engine does now; `window_` is over the last steps that are kept, asked by `steps`.
+
+    The share of decode steps that were fed with the device's own tokens is null where there
+    were none, or the carry tells no difference. Steps, tokens and `breaks`, by reason, are since
+    the engine opened.
+    """
+
+    object: Literal["timeline"] = "timeline"
+    kept_steps: int
+    window_steps: int
+    window_idle_share: float
+    window_decode_async_share: float | None
+    running: int
+    waiting: int
+    in_flight_steps: int
+    num_blocks: int
+    used_blocks: int
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    breaks: dict[str, TimelineBreak]
+
+
 class ErrorDetail(Body, frozen=True, kw_only=True):
     """What went wrong; `param` is the field at fault."""
 
@@ -79,6 +116,7 @@ class TokenizeRequest(Request, frozen=True, kw_only=True):
     fields: ClassVar[Fields] = TOKENIZE
     free_form: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs")
     long: ClassVar[tuple[str, ...]] = ("prompt", "messages")
+    most_values: ClassVar[Limits] = {"messages": MOST_IN_MESSAGES}
     explain = staticmethod(explain_part)
 
     model: ModelName | None = None
@@ -129,6 +167,7 @@ class DetokenizeRequest(Request, frozen=True, kw_only=True):
 
     fields: ClassVar[Fields] = DETOKENIZE
     long: ClassVar[tuple[str, ...]] = ("tokens",)
+    most_values: ClassVar[Limits] = {"tokens": 2**17}
 
     model: ModelName | None = None
     tokens: list[TokenId]

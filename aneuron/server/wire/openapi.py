@@ -13,14 +13,17 @@ import msgspec
 from aneuron.server.http.guard import OPEN_PATHS
 from aneuron.server.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from aneuron.server.wire.completions import MAX_PROMPTS, CompletionBody, CompletionRequest
-from aneuron.server.wire.items import ITEMS
+from aneuron.server.wire.items import ITEMS, InputText, ReasoningTextPart, SummaryText
+from aneuron.server.wire.messages import TextPart
 from aneuron.server.wire.misc import (
+    MAX_TIMELINE_STEPS,
     DetokenizeRequest,
     DetokenizeResponse,
     ErrorBody,
     ModelCard,
     ModelList,
     Probe,
+    TimelineNumbers,
     TokenizeRequest,
     TokenizeResponse,
     Version,
@@ -51,10 +54,14 @@ _ANSWERS = (
     ModelCard,
     ModelList,
     Probe,
+    TimelineNumbers,
     TokenizeResponse,
     DetokenizeResponse,
     Version,
 )
+# Where a list takes nothing else, the decoder takes them without their `type`.
+_LONE_PARTS = (TextPart, InputText, SummaryText, ReasoningTextPart)
+_PICTURE = {"image/svg+xml": {"schema": {"type": "string"}}}
 _SCHEMAS = "#/components/schemas/"
 _FAULTS = {
     "400": "A field is wrong, or is not supported",
@@ -69,12 +76,15 @@ _BODY_FAULTS = ("400", "404", "413", "429", "500", "503")
 _TOKEN = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 
 
-def openapi(config: ServerConfig, *, model_names: Sequence[str] = ()) -> dict[str, Any]:
+def openapi(
+    config: ServerConfig, *, model_names: Sequence[str] = (), root_path: str = ""
+) -> dict[str, Any]:
     """Return the document.
 
     Args:
         config: of the server.
         model_names: the names that `model` may have; () takes the settings', where there are any.
+        root_path: below which the paths are, in an app that this one is mounted in.
     """
     from aneuron import __version__
 
@@ -88,6 +98,7 @@ def openapi(config: ServerConfig, *, model_names: Sequence[str] = ()) -> dict[st
             "version": __version__,
             "description": "OpenAI's chat completions, completions and responses, and more.",
         },
+        "servers": [{"url": root_path or "/"}],
         "paths": _secured(_api_paths() | _plain_paths(), has_keys=bool(config.api_keys)),
         "components": components,
     }
@@ -99,6 +110,8 @@ def _schemas(model_names: Sequence[str]) -> dict[str, Any]:
     )
     for kind in _REQUESTS:
         _describe(schemas[kind.__name__], kind, model_names)
+    for part in _LONE_PARTS:
+        schemas[part.__name__]["required"].remove("type")
     schemas["CompletionRequest"]["properties"]["prompt"] |= _prompt()
     schemas["ResponsesRequest"]["properties"]["input"] |= _input()
     return schemas
@@ -161,21 +174,39 @@ def _post(name: str, summary: str, body: str, content: dict[str, Any]) -> Any:
     return {"post": made}
 
 
-def _streamed(name: str, events: str) -> dict[str, Any]:
+def _streamed(name: str, event: dict[str, Any]) -> dict[str, Any]:
+    return {**_json(name), "text/event-stream": {"schema": event}}
+
+
+def _event(data: dict[str, Any], *, done: bool, **fields: Any) -> dict[str, Any]:
+    """Return the schema of one event: OpenAPI 3.1 has no word for a stream of them."""
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    last = [{"const": "[DONE]", "description": "Says that no more comes"}] if done else []
+    properties = {"data": {"anyOf": [*last, text]}, **fields}
     return {
-        **_json(name),
-        "text/event-stream": {"schema": {"type": "string", "description": events}},
+        "type": "object",
+        "description": "Each event of the stream",
+        "properties": properties,
+        "required": [*properties],
     }
 
 
-def _chunks(name: str) -> str:
-    return f"Lines `data: ` and a {name} each, then `data: [DONE]`; an error is an ErrorBody."
+def _chunks(name: str) -> dict[str, Any]:
+    data = [{"$ref": _SCHEMAS + one} for one in (name, "ErrorBody")]
+    return _event({"anyOf": data}, done=True)
+
+
+def _typed_events() -> dict[str, Any]:
+    properties = {"type": {"type": "string"}, "sequence_number": {"type": "integer", "minimum": 0}}
+    data = {"type": "object", "properties": properties, "required": [*properties]}
+    name = {"type": "string", "description": "The `type` of its data, as OpenAI has them"}
+    return _event(data, done=False, event=name)
 
 
 def _api_paths() -> dict[str, Any]:
     chat = _streamed("ChatCompletion", _chunks("ChatChunk"))
     text = _streamed("CompletionBody", _chunks("CompletionBody"))
-    items = _streamed("Response", "Events with `type` and `sequence_number`, as OpenAI has them")
+    items = _streamed("Response", _typed_events())
     ids, spelled = _json("TokenizeResponse"), _json("DetokenizeResponse")
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     card = _operation("get_model", "One of them", _json("ModelCard"), "404", parameters=[name])
@@ -199,7 +230,16 @@ def _plain_paths() -> dict[str, Any]:
         "/ready": {"get": _probe("ready", "Whether it takes work")},
         "/metrics": {"get": _operation("metrics", "For Prometheus", plain)},
         "/openapi.json": {"get": _operation("openapi", "This document", anything)},
+        "/timeline.json": _timeline("timeline", "Counts of now", _json("TimelineNumbers")),
+        "/timeline.svg": _timeline("timeline_picture", "A picture of the last steps", _PICTURE),
     }
+
+
+def _timeline(name: str, summary: str, content: dict[str, Any]) -> dict[str, Any]:
+    size = {"type": "integer", "minimum": 1, "maximum": MAX_TIMELINE_STEPS, "default": 24}
+    what = "of the last steps, that it is about"
+    steps = {"name": "steps", "in": "query", "description": what, "schema": size}
+    return {"get": _operation(name, summary, content, "400", "503", parameters=[steps])}
 
 
 def _secured(paths: dict[str, Any], *, has_keys: bool) -> dict[str, Any]:

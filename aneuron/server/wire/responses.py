@@ -21,6 +21,7 @@ from aneuron.server.wire.common import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+    Limits,
     ResponseFormat,
     SamplingRequest,
     Strict,
@@ -30,6 +31,7 @@ from aneuron.server.wire.common import (
 from aneuron.server.wire.fields import RESPONSES, Fields
 from aneuron.server.wire.items import messages_of
 from aneuron.server.wire.logprobs import TokenLogprob  # noqa: TC001 (msgspec reads it)
+from aneuron.server.wire.messages import MOST_IN_MESSAGES
 
 __all__ = [
     "MAX_ITEMS",
@@ -129,6 +131,9 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         "tools",
     )
     long: ClassVar[tuple[str, ...]] = (*SamplingRequest.long, "input", "instructions")
+    most_values: ClassVar[Limits] = {
+        **SamplingRequest.most_values, "input": MOST_IN_MESSAGES,
+    }  # fmt: skip
 
     input: str | Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
@@ -153,12 +158,17 @@ class ResponsesRequest(SamplingRequest, frozen=True, kw_only=True):
         has_format = not isinstance(self._format, TextFormat | None)
         if self.structured_outputs is not None and has_format:
             refuse("structured_outputs", "and text.format do not go together: give one")
-        may_call = self.tools and self.tool_choice in (None, "auto")
-        if may_call and (has_format or self.structured_outputs is not None):
+        if self.tools and self._may_call() and (has_format or self.structured_outputs is not None):
             refuse(
                 "text.format" if has_format else "structured_outputs",
                 "leaves no room for calls of tools: set tool_choice to none, required or a tool",
             )
+
+    def _may_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedFunctions):
+            return choice.mode == "auto"
+        return choice in (None, "auto")
 
     @classmethod
     def explain(cls, fault: ApiError) -> ApiError:
