@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -68,6 +69,34 @@ def soak(session: nox.Session) -> None:
     set_up(session, "test")
     session.env["HYPOTHESIS_PROFILE"] = "soak"
     session.run("pytest", "tests/test_properties.py", "--timeout=7200", *session.posargs)
+
+
+@nox.session
+def schemathesis(session: nox.Session) -> None:
+    """Look for requests that break the server (minutes); arguments go to schemathesis."""
+    set_up(session, "schemathesis")
+    session.run("python", "-m", "tests.server.fuzz", *session.posargs)
+
+
+@nox.session
+def guidellm(session: nox.Session) -> None:
+    """Load a server of the demo model with GuideLLM, which must see no request fail."""
+    set_up(session, "guidellm")
+    session.run("python", "-m", "tests.server.guide", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def page(session: nox.Session) -> None:
+    """Use the server's web page in a headless Chromium, which must be there (a minute)."""
+    session.run(sys.executable, "-m", "tests.server.browser", external=True)  # says what to install
+    session.notify("tests", ["-m", "browser", "tests/server", *session.posargs])
+
+
+@nox.session
+def load(session: nox.Session) -> None:
+    """Put 500 clients on a server, a third of which leave amid their answer (minutes)."""
+    set_up(session, "test")
+    session.run("pytest", "tests/server/test_cases_load.py", "-m", "soak", *session.posargs)
 
 
 @nox.session
@@ -156,4 +185,4 @@ def minimums(session: nox.Session) -> None:
         if requirement.name != "torch":  # torch stays at the version the sessions share
             lowest.append(f"{requirement.name}=={bound.version}")
     set_up(session, "test", constraints=tuple(lowest))
-    session.run("pytest", "-m", "not (tiny or device or soak)", *session.posargs)
+    session.run("pytest", "-m", "not (tiny or device or soak or browser)", *session.posargs)

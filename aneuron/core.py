@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -33,6 +34,7 @@ from aneuron.parallel.ranks import make_runner
 from aneuron.plans import Break
 from aneuron.request import wake
 from aneuron.scheduler import Scheduler
+from aneuron.threads import check_loop, leave_at_fork
 from aneuron.timeline import RING_STEPS, Timeline
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class EngineCore:
         self.timeline = Timeline(RING_STEPS if config.timeline else 0)
         self.depth, self.shutdown_s = config.depth, config.shutdown_s
         self.failure: AneuronError | None = None
+        self.is_forked = False  # this is a child process: the device's threads are the parent's
+        self._loop = loop
         self._clock = clock_of(loop)
         self._num_in_flight = 0
         self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
@@ -123,6 +127,7 @@ class EngineCore:
             self.let_go()
             return
         self._has_device = True
+        leave_at_fork(self)
         try:
             await self.run()
         except AneuronError as failure:
@@ -143,6 +148,33 @@ class EngineCore:
         if self._has_device:
             self._has_device = False
             self._device_closed = self.runner.close()
+
+    def leave_to_parent(self) -> None:
+        """Fail what is open in a forked child, and touch nothing that has a lock."""
+        if self.is_forked:  # a child's child
+            return
+        self.failure = EngineClosed(
+            f"the engine belongs to process {os.getppid()}, which this one was forked from: open "
+            "one here, or start processes with the method 'spawn'"
+        )
+        self.is_forked, self._has_device = True, False
+        self.intake.leave_to_parent(self.failure)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Nobody will ever run it again: its loop has closed, or is the parent process's."""
+        return self.is_forked or self._loop.is_closed()
+
+    def check_caller(self) -> None:
+        """Check that a call comes from the process and the loop that the core runs on.
+
+        Raises:
+            EngineClosed: from a forked child.
+            RuntimeError: from elsewhere; it names both loops.
+        """
+        if self.is_forked and self.failure is not None:
+            raise self.failure.copy()
+        check_loop(self._loop, what="the engine")
 
     def _stop_deadline(self) -> float:
         """Return when waiting for the device ends; one deadline for all of the closing."""

@@ -8,7 +8,6 @@ materializer (core.py). Every call here is made on the loop that opened the engi
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from itertools import count
@@ -22,11 +21,12 @@ from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams, check_deadline
 from aneuron.params.messages import Conversation
-from aneuron.prompt import spell_bad_words, validate_text, validate_token_ids
+from aneuron.prompt import validate_text, validate_token_ids
 from aneuron.request import make_request
 from aneuron.stream import Consumers, TokenStream
 from aneuron.stream.many import CompletionStream
 from aneuron.submission import Submission
+from aneuron.timeline.card import card
 
 if TYPE_CHECKING:
     import os
@@ -117,6 +117,12 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self._label}, {self._state.name.lower()}>"
 
+    def _repr_html_(self) -> str:
+        """Return what it does now, for a notebook."""
+        seen = (self.stats(), self.timeline) if hasattr(self, "_core") else ()
+        state = "failed" if self.failure else self._state.name.lower()
+        return card(self._label, state, *seen)
+
     # ── opening and closing ─────────────────────────────────────────────────────────────
 
     async def open(self) -> Self:
@@ -153,8 +159,8 @@ class Engine:
             raise EngineClosed("the engine was closed while it was opening")
 
     def _drop_orphan(self) -> None:
-        """Let go of a core whose loop has closed without `aclose()`."""
-        if self._supervisor is not None and self.loop.is_closed():
+        """Let go of a core that was left without `aclose()`."""
+        if self._supervisor is not None and self._core.is_orphan:
             self._core.let_go()
             self._submission.close()
             self._supervisor, self._state = None, _State.CLOSED
@@ -182,7 +188,7 @@ class Engine:
         if self._supervisor is None:
             self._state = _State.CLOSED
             return
-        self._check_loop()
+        self._core.check_caller()
         if self._state in (_State.OPENING, _State.OPEN):
             self._state = _State.CLOSING
             self._core.stop()
@@ -293,7 +299,8 @@ class Engine:
     ) -> CompletionStream:
         """Submit many prompts (texts or lists of ids); answers come as they finish.
 
-        Prompts are drawn from the iterable as earlier ones end; each has a deadline of its own.
+        Prompts are drawn from the iterable as earlier ones end. The rest holds for each of them,
+        as in `generate`.
 
         Returns:
             An async iterator of `(index of the prompt, Completion)`; a refused prompt raises there.
@@ -303,6 +310,7 @@ class Engine:
         self._check_open()
         params = SamplingParams.build(params, sampling)
         check_request(params, priority=priority, config=self.config, spec=self.spec)
+        self._submission.check(params)
         generate = partial(
             self.generate, params=params, priority=priority, deadline_s=check_deadline(deadline_s)
         )
@@ -320,7 +328,7 @@ class Engine:
         check_request(params, priority=priority, config=self.config, spec=self.spec)
         return make_request(
             self._ids, name, params, arrival_s=self.loop.time(), priority=priority,
-            bad_word_ids=spell_bad_words(self.tokenizer, params.bad_words),
+            bad_word_ids=self._submission.check(params),
         )  # fmt: skip
 
     def _submit(
@@ -331,7 +339,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request by name; no token of it comes after this. Unknown names do nothing."""
-        self._check_loop()
+        self._opened_core().check_caller()
         if (request := self._core.intake.requests.get(request_id)) is not None:
             self.end(request, FinishReason.ABORT)
 
@@ -386,14 +394,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
             raise EngineClosed(f"{_NOT_OPEN} (it is {self._state.name.lower()})")
-        self._check_loop()
+        self._core.check_caller()
         if self._core.failure is not None:
             raise self._core.failure.copy()
-
-    def _check_loop(self) -> None:
-        if self._supervisor is None:
-            raise EngineClosed(_NOT_OPEN)
-        with suppress(RuntimeError):
-            if asyncio.get_running_loop() is self.loop:
-                return
-        raise RuntimeError(f"the engine belongs to the event loop {self.loop!r}: call it there")

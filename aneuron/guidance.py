@@ -23,6 +23,7 @@ from aneuron.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextvars import Context
 
     from aneuron.batch import Launch
     from aneuron.errors import AneuronError
@@ -182,6 +183,7 @@ class _HookCall(NamedTuple):
     """The hooks of one request, and what they are told beside its logits."""
 
     hooks: Sequence[Callable[..., Any]]
+    context: Context  # of the call that submitted it
     prompt_ids: np.ndarray
     output_ids: list[int]
 
@@ -190,7 +192,8 @@ class _HookCall(NamedTuple):
         assert request.prompt_ids is not None
         hooks = request.params.logits_processors
         assert isinstance(hooks, tuple)
-        return cls(hooks, request.prompt_ids, request.output_ids.tolist())
+        assert request.hook_context is not None
+        return cls(hooks, request.hook_context, request.prompt_ids, request.output_ids.tolist())
 
 
 def _run_hooks(
@@ -202,7 +205,7 @@ def _run_hooks(
     for call, row in zip(calls, rows, strict=True):
         try:
             for hook in call.hooks:
-                _run_hook(hook, call, row)
+                call.context.run(_run_hook, hook, call, row)
         except BaseException as error:  # noqa: BLE001  the user's, in a thread: nobody cancels it
             text = f"a logits processor failed: {_describe(error)}"
             fault = InvalidRequest(text, param="logits_processors")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import AneuronError, InternalError, InvalidRequest, Overloaded
 from aneuron.outputs import AbortReason, FinishReason
-from aneuron.params import check_priority, check_vocabulary_of
+from aneuron.params import check_priority
 from aneuron.request import RequestState
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def check_request(
             "logits_processors need",
             param="logits_processors",
         )
-    check_vocabulary_of(params, spec.vocab_size)
 
 
 class Intake:
@@ -203,6 +202,19 @@ class Intake:
         for request in list(self.requests.values()):
             if request.state is RequestState.NEW:
                 self._finish_new(request, FinishReason.ERROR, error=error.copy())
+
+    def leave_to_parent(self, error: AneuronError) -> None:
+        """End every request in a forked child, where nothing will ever come of it.
+
+        Only in what streams read: the parent's loop may have been anywhere when it forked.
+        """
+        for request in list(self.requests.values()):
+            for one in request.choices:
+                one.on_finish.clear()
+                one.waiter = None  # that is to wake the loop
+                one.finish(FinishReason.ERROR, now_s=one.arrival_s, error=error.copy())
+                one.is_released = True
+        self.requests.clear()
 
     def _finish_new(self, request: Request, reason: FinishReason, **facts: Any) -> None:
         for one in request.choices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aneuron.engine import Engine
 
@@ -23,6 +23,11 @@ class _Opening:
 
     def __await__(self) -> Generator[Any, None, Engine]:
         return self._engine.open().__await__()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"no {name!r} yet: `engine = await aneuron.open(...)`, or `async with` it, comes first"
+        )
 
     async def __aenter__(self) -> Engine:
         return await self._engine.open()

@@ -24,16 +24,29 @@ __all__ = [
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Why a request ended; each is a text, its name in lower case.
 
-    STOP = "stop"  # an end id, a stop id or a stop string
-    LENGTH = "length"  # max_tokens, or the length limit
-    ABORT = "abort"  # see AbortReason
-    ERROR = "error"  # its device step, or the engine, failed
+    Attributes:
+        STOP: an end id, a stop id or a stop string, or `TokenStream.stop`.
+        LENGTH: `max_tokens`, or the length limit.
+        ABORT: see `AbortReason`.
+        ERROR: its device step, or the engine, failed.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
 
 
 class AbortReason(StrEnum):
-    """Who ended an aborted request."""
+    """Who ended an aborted request; each is a text, its name in lower case.
+
+    Attributes:
+        CLIENT: whoever asked: cancelled, closed, dropped, or `Engine.abort`.
+        DEADLINE: its `deadline_s` had passed.
+        SHUTDOWN: the engine was closed.
+    """
 
     CLIENT = "client"
     DEADLINE = "deadline"
@@ -41,28 +54,40 @@ class AbortReason(StrEnum):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one token, as the model has them before penalties and temperature."""
+    """Log probabilities at one token, as the model has them before penalties and temperature.
 
-    logprob: float  # of the token
-    top: tuple[tuple[int, float], ...]  # (id, logprob), the likeliest first
+    Attributes:
+        logprob: of the token.
+        top: pairs of id and log probability, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True)
 class Token:
-    """One item of a stream.
+    """One item of a stream; `str(token)` is its text.
 
-    `text` may be empty while a character or a possible stop string is incomplete; what
-    was held back comes with a later item. `token_id` is None only on the last item of a
-    request that was aborted or stopped from outside, which carries no token.
+    Attributes:
+        text: empty while a character or a possible stop string is incomplete; what was held
+            back comes with a later item.
+        token_id: None only on the last item of a request that was aborted or stopped from
+            outside, which carries no token.
+        index: its position among the new tokens of its choice, from 0.
+        choice: which of several answers it belongs to, from 0.
+        finish_reason: why the choice ended; on its last item only.
+        stop_reason: the stop string or stop id that matched.
+        logprobs: if asked for.
     """
 
     text: str
     token_id: int | None
-    index: int  # position among the new tokens, from 0
+    index: int
     choice: int = 0
-    finish_reason: FinishReason | None = None  # on the last item only
-    stop_reason: str | int | None = None  # the stop string or stop id that matched
-    logprobs: TokenLogprobs | None = None  # if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: TokenLogprobs | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -70,11 +95,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request."""
+    """Token counts of a request.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        completion_tokens: new ones, of all choices.
+        cached_tokens: of the prompt's, found in the prefix cache and not computed.
+    """
 
     prompt_tokens: int
-    completion_tokens: int  # of all choices
-    cached_tokens: int = 0  # of the prompt's, found in the prefix cache and not computed
+    completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -84,16 +115,32 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of a request went, in seconds of the loop's clock."""
+    """Where the time of a request went, in seconds of the loop's clock, each from the call on.
 
-    queued_s: float | None  # call → first scheduled
-    ttft_s: float | None  # call → first token
-    total_s: float  # call → end
+    Attributes:
+        queued_s: until it was first scheduled; None if it never was.
+        ttft_s: until its first token; None if there was none.
+        total_s: until its end.
+    """
+
+    queued_s: float | None
+    ttft_s: float | None
+    total_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer: its text, ids and why it ended."""
+    """One answer of a request.
+
+    Attributes:
+        index: which of several, from 0.
+        text: the new text.
+        token_ids: the new ids, an end id included.
+        finish_reason: why it ended.
+        stop_reason: the stop string or stop id that ended it.
+        abort_reason: who aborted it.
+        logprobs: of each token, if asked for.
+    """
 
     index: int
     text: str
@@ -101,18 +148,25 @@ class Choice:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     abort_reason: AbortReason | None = None
-    logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer; the properties are those of choice 0."""
+    """A whole answer; the properties, and `str(completion)`, are those of choice 0.
+
+    Attributes:
+        request_id: the caller's name for it, or one that it was given.
+        choices: one, or `n`, by index.
+        usage: its token counts.
+        timing: where its time went.
+        prompt_logprobs: of each token of the prompt, if asked for; None for the first.
+    """
 
     request_id: str
     choices: list[Choice]
     usage: Usage
     timing: Timing = field(repr=False)
-    # Of each token of the prompt but the first, if asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = field(default=None, repr=False)
 
     @property
@@ -146,7 +200,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class BreakStats:
-    """How often the flow broke for one reason, and the time it cost."""
+    """How often the flow broke for one reason, and the time it cost.
+
+    Attributes:
+        count: of breaks.
+        seconds: that the step coroutine waited in them, all together.
+    """
 
     count: int
     seconds: float

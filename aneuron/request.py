@@ -8,6 +8,7 @@ while its request is still in flight.
 from __future__ import annotations
 
 from array import array
+from contextvars import copy_context
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,6 +76,7 @@ class Request:
         "first_scheduled_s",
         "first_token_s",
         "forks",
+        "hook_context",
         "is_released",
         "last_is_end_id",
         "logprobs",
@@ -147,6 +149,8 @@ class Request:
         self.slot = -1
         self.watch: TextWatch | None = None
         self.matcher: Matcher | None = None  # of its grammar
+        # Of the call, for its hooks; only those with hooks have one.
+        self.hook_context = copy_context() if params.logits_processors else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.abort_reason: AbortReason | None = None

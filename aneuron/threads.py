@@ -1,24 +1,109 @@
-"""Threads of ours for work that is not the device's: daemons, so that none keeps a process.
+"""Threads of ours for work that is not the device's, and what else ties an engine to a place.
 
-Comes in: calls. Goes out: futures of `concurrent.futures`, which `run_in_executor` makes awaitable.
-The loop's own executor would do but for two things: an application may fill it with work that
-takes for ever, and its threads are joined when the interpreter ends.
+The threads are daemons, so that none keeps a process. Comes in: calls. Goes out: futures of
+`concurrent.futures`, which `run_in_executor` makes awaitable. The loop's own executor would do
+but for two things: an application may fill it with work that takes for ever, and its threads
+are joined when the interpreter ends. An engine also belongs to one event loop, and to the process
+that opened it: a forked child has none of its threads.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakSet
+
+from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DaemonExecutor"]
+__all__ = ["DaemonExecutor", "Leavable", "check_loop", "leave_at_fork", "use_compute_threads"]
 
 T = TypeVar("T")
 _Call = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
+
+
+def check_loop(loop: asyncio.AbstractEventLoop, *, what: str) -> None:
+    """Check that the caller runs on an event loop.
+
+    Args:
+        loop: that it should be.
+        what: belongs to it, for the error.
+
+    Raises:
+        RuntimeError: it runs on another, or on none; the message names both.
+    """
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        here = "no event loop runs in this thread"
+    else:
+        if running is loop:
+            return
+        here = f"this is {_name(running)}"
+    raise RuntimeError(f"{what} belongs to the event loop {_name(loop)}: call it there; {here}")
+
+
+def _name(loop: asyncio.AbstractEventLoop) -> str:
+    return f"{loop!r} at {id(loop):#x}"  # two loops of a kind look alike otherwise
+
+
+class Leavable(Protocol):
+    """What a forked child has of its parent, and must not use."""
+
+    def leave_to_parent(self) -> None:
+        """Be of no use from now on; called in the child, before anything else runs there."""
+
+
+_LEFT_AT_FORK: WeakSet[Leavable] = WeakSet()
+
+
+def leave_at_fork(owner: Leavable) -> None:
+    """Have `owner.leave_to_parent()` called in each child that is forked from now on."""
+    _LEFT_AT_FORK.add(owner)
+
+
+def _leave_to_parent() -> None:
+    for owner in list(_LEFT_AT_FORK):
+        owner.leave_to_parent()
+
+
+class _ComputeThreads:
+    """Whether threads of libraries, such as OpenMP's, have computed in this process."""
+
+    are_started = are_lost = False
+
+    def leave_to_parent(self) -> None:
+        self.are_lost = self.are_lost or self.are_started  # a child of a child, too
+
+
+_COMPUTE_THREADS = _ComputeThreads()
+leave_at_fork(_COMPUTE_THREADS)
+
+
+def use_compute_threads() -> None:
+    """Take note that libraries compute here from now on, with threads of their own.
+
+    Raises:
+        ConfigError: they did so in the process that this one was forked from. A child has no
+            threads but knows of them, and its first step would wait for them for ever.
+    """
+    if _COMPUTE_THREADS.are_lost:
+        raise ConfigError(
+            "this process was forked from one that has run a model on the processor, whose threads "
+            "are not here: start processes with the method 'spawn', or fork before opening",
+            param="device",
+        )
+    _COMPUTE_THREADS.are_started = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class DaemonExecutor(Executor):

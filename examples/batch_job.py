@@ -1,19 +1,25 @@
-"""Answer the lines of a file, as they finish: `python examples/batch_job.py FILE [MODEL]`."""
+"""Answer each line of a file: `python examples/batch_job.py PROMPTS ANSWERS [MODEL]`."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
+
+from rich.progress import Progress
 
 import aneuron
 
 
-async def main(file: str, model: str = "smollm2-135m") -> None:
-    text = Path(file).read_text()  # noqa: ASYNC240  before anything runs
-    lines = [line for line in text.splitlines() if line.strip()]
-    async with aneuron.Engine(model) as engine:
-        answers = engine.generate_many(lines, max_tokens=32, temperature=0)
-        async for index, completion in answers:
-            print(f"{index}\t{completion.finish_reason}\t{completion.text!r}")
+async def main(source: str, target: str, model: str = "smollm2-135m") -> None:
+    text = Path(source).read_text()  # noqa: ASYNC240  before anything runs
+    prompts = [line for line in text.splitlines() if line.strip()]
+    with Path(target).open("w") as file, Progress() as progress:  # noqa: ASYNC230  short lines
+        bar = progress.add_task("answering", total=len(prompts))
+        async with aneuron.Engine(model) as engine:
+            answers = engine.generate_many(prompts, max_tokens=32, temperature=0)
+            async for index, completion in answers:  # as they finish
+                print(json.dumps({"prompt": index, "answer": completion.text}), file=file)
+                progress.advance(bar)
 
 
 asyncio.run(main(*sys.argv[1:]))

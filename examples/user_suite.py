@@ -1,5 +1,8 @@
 """A test suite of your own on `aneuron.testing`: `pytest examples/user_suite.py`."""
 
+import os
+from typing import Any
+
 import pytest
 
 import aneuron
@@ -7,8 +10,8 @@ from aneuron.testing import count_engine, no_leaks, run_virtual
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": os.environ.get("LOOP") == "uvloop"}
 
 
 async def my_app(engine: aneuron.Engine, start: int) -> list[int | None]:

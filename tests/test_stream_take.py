@@ -60,7 +60,7 @@ async def test_what_was_decoded_comes_before_what_cannot_be() -> None:
             inner = super().decode_stream(prompt_ids, **options)
 
             class Failing:
-                def step(self, token_id: int) -> str:
+                def step(self, token_id: int) -> str | None:
                     if token_id == 15:
                         raise ValueError("no text")
                     return inner.step(token_id)

@@ -155,6 +155,7 @@ def test_a_step_can_be_seen_before_it_has_run() -> None:
     assert timeline.metrics().medians_s == {"schedule": pytest.approx(0.1)}
     assert timeline.metrics().steps == 0
     assert "step 3 has not run" in timeline.to_svg()
+    assert "has not run" not in "".join(timeline.svg_pieces(in_flight=False))
 
 
 def test_totals_and_ring_agree() -> None:

@@ -8,6 +8,7 @@ that one that is taken costs nothing, and connections are accepted after.
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -160,6 +161,7 @@ async def _serve(
     name = state.model_names[0]
     _raise_file_limit()
     _log_warnings()
+    _settle()
 
     async def drain() -> None:
         if state.num_open:
@@ -257,6 +259,12 @@ def _log_warnings() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # It tells what the app has told, and of clients that speak no HTTP: they could fill a log.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+
+def _settle() -> None:
+    """Leave what stays for good out of garbage collections: a full one would hold the loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def _raise_file_limit() -> None:

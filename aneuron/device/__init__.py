@@ -19,15 +19,30 @@ if TYPE_CHECKING:
     from aneuron.futures import DeviceFuture
     from aneuron.plans import ModelInput, ModelSpec
 
-__all__ = ["Device", "Executable", "Model", "SplitExecutable", "SplitModel", "open_device"]
+__all__ = [
+    "BUILTIN_DEVICES",
+    "DEVICE_NAMES",
+    "Device",
+    "Executable",
+    "Model",
+    "SplitExecutable",
+    "SplitModel",
+    "open_device",
+]
 
 DEVICE_NAMES = ("cpu", "sim", "sim:PROFILE")
+BUILTIN_DEVICES = ("cpu", "sim")  # a device of another name, of yours, runs what it is given
 
 
 class Executable(Protocol):
-    """A program of fixed shape, for one bucket."""
+    """A program of fixed shape, for one bucket.
 
-    name: str  # for people: "decode[r8,b16]"
+    Attributes:
+        name: for people: "decode[r8,b16]".
+        sampled_dtype: of the ids that it samples.
+    """
+
+    name: str
     sampled_dtype: str
 
     def __call__(self, inputs: ModelInput, fed: Any, /) -> Any:
@@ -45,11 +60,17 @@ class Executable(Protocol):
 
 
 class SplitExecutable(NamedTuple):
-    """The same program in parts, so that the host may have a say before a token is drawn."""
+    """The same program in parts, so that the host may have a say before a token is drawn.
 
-    forward: Executable  # gives `Logits`
-    sampling: Executable  # fed with them; gives what the whole program gives
-    hooked: Executable  # fed with them; gives those of `inputs.edits.hooked`, float32 [H, V]
+    Attributes:
+        forward: gives `Logits`.
+        sampling: fed with them; gives what the whole program gives.
+        hooked: fed with them; gives those of `inputs.edits.hooked`, float32 [H, V].
+    """
+
+    forward: Executable
+    sampling: Executable
+    hooked: Executable
 
 
 class Model(Protocol):

@@ -55,11 +55,18 @@ _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long programs take, in seconds: a base and what each row or prompt token adds."""
+    """How long programs take, in seconds: a base and what each row or prompt token adds.
+
+    Attributes:
+        decode_s: any decode.
+        decode_row_s: each of its rows, on top; each token of a draft that is verified, too.
+        prefill_s: any prefill; None is as `decode_s`.
+        prefill_token_s: each of its tokens, on top, padding included.
+    """
 
     decode_s: float = 0.0
     decode_row_s: float = 0.0
-    prefill_s: float | None = None  # None: like decode
+    prefill_s: float | None = None
     prefill_token_s: float = 0.0
 
     def __call__(self, inputs: ModelInput) -> float:
@@ -72,16 +79,20 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at one step (from 1, in launch order).
+    """What goes wrong at one step.
 
-    `status` is a Neuron runtime status code (nrt_status: 2 invalid, 4 out of memory,
-    5 time-out, 7 queue full, 101 unrecoverable, 1003 NaN, 1006 out of bounds), or "hang".
+    Attributes:
+        step: which one, from 1, in launch order.
+        status: a Neuron runtime status code (nrt_status: 2 invalid, 4 out of memory,
+            5 time-out, 7 queue full, 101 unrecoverable, 1003 NaN, 1006 out of bounds), or "hang".
+        rank: whose device.
+        in_sampling: of a step that is split: its sampling part.
     """
 
     step: int
     status: int | str
     rank: int = 0
-    in_sampling: bool = False  # of a step that is split: its sampling part
+    in_sampling: bool = False
 
 
 class _StatusError(RuntimeError):

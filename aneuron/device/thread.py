@@ -41,6 +41,16 @@ class Job:
     """One launch on its way; keeps its inputs, and what feeds it, alive until it ends.
 
     Without inputs and order it is a read: an earlier launch whose value is asked for.
+
+    Attributes:
+        future: that it resolves.
+        executable: the program; None of a gather or a read.
+        inputs: of the program.
+        feed: the launch whose value feeds it, if one does.
+        order: of a gather: which of the fed values, in which order.
+        arrival_s: when the loop put it on the queue.
+        read: whether its value goes to the host, or only word that it has ended.
+        goes_on: it is a later part of a split executable: no step of its own.
     """
 
     future: DeviceFuture
@@ -48,9 +58,9 @@ class Job:
     inputs: ModelInput | None
     feed: DeviceFuture | None
     order: np.ndarray | None
-    arrival_s: float  # when the loop put it on the queue
-    read: bool  # whether its value goes to the host, or only word that it has ended
-    goes_on: bool = False  # a later part of a split executable: no step of its own
+    arrival_s: float
+    read: bool
+    goes_on: bool = False
 
     @property
     def is_program(self) -> bool:

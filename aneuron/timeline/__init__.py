@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from aneuron.timeline.spans import STAGES, Gap, Span, has_run, programs, spans, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from aneuron.plans import BreakReason, StepRecord
 
@@ -38,14 +39,23 @@ class TimelineMetrics:
     that are kept: by stage of the host's turn (`schedule`, `prepare` and `launch` without the
     breaks in them; `apply` from the tokens' arrival on the loop; `detokenize`, `deliver`) and
     `program`, the time on the device. A stage that no kept step has been through is not there.
+
+    Attributes:
+        steps: that have finished.
+        busy_s: a program ran.
+        idle_s: none ran between two programs, and the engine was not at rest.
+        breaks: by reason.
+        kept_steps: whose records there are.
+        decode_async_share: of kept decode steps; None where the carry has no such.
+        medians_s: by stage.
     """
 
-    steps: int  # that have finished
-    busy_s: float  # a program ran
-    idle_s: float  # none ran between two programs, and the engine was not at rest
-    breaks: dict[str, BreakStats]  # by reason
+    steps: int
+    busy_s: float
+    idle_s: float
+    breaks: dict[str, BreakStats]
     kept_steps: int
-    decode_async_share: float | None  # of kept decode steps; None where the carry has no such
+    decode_async_share: float | None
     medians_s: dict[str, float]
 
     @property
@@ -237,11 +247,26 @@ class Timeline:
 
     def to_svg(self, last: int = _PICTURE_STEPS) -> str:
         """Return a picture of the last steps that are kept, an SVG document of its own."""
-        from aneuron.timeline.svg import picture
+        return "".join(self.svg_pieces(last))
 
-        records = self.steps[-last:] if last > 0 else []
+    def svg_pieces(self, last: int = _PICTURE_STEPS, *, in_flight: bool = True) -> Iterator[str]:
+        """Return the same in pieces, for who must not hold the event loop: others may run between.
+
+        It is a picture of now, however long the pieces are in coming.
+
+        Args:
+            last: how many steps.
+            in_flight: mark the last ones with an x if they have not run: of an engine that
+                goes on, they are about to.
+        """
+        from aneuron.timeline.svg import pieces
+
+        kept = self.steps
+        while not in_flight and kept and not has_run(kept[-1]) and kept[-1].error is None:
+            kept.pop()
+        records = [copy(one) for one in kept[-last:]] if last > 0 else []
         empty = "no steps were recorded" if self.keep else _OFF
-        return picture(records, self.idle_gaps(records), self.idle_share(records), empty=empty)
+        return pieces(records, self.idle_gaps(records), self.idle_share(records), empty=empty)
 
     def save_svg(self, path: str | os.PathLike[str], last: int = _PICTURE_STEPS) -> None:
         """Write `to_svg(last)` to a file.

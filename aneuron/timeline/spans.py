@@ -65,13 +65,21 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A time between two programs, with nothing on the device; seconds as in the records."""
+    """A time between two programs, with nothing on the device; seconds as in the records.
 
-    start_s: float  # the program before ended
-    end_s: float  # the next one started
-    step_id: int  # of the next one
-    reason: BreakReason | None  # the break it was due to; None: the host's turn was too long
-    is_rest: bool  # the engine had nothing to do: not idleness
+    Attributes:
+        start_s: when the program before ended.
+        end_s: when the next one started.
+        step_id: of the next one.
+        reason: the break it was due to; None: the host's turn was too long.
+        is_rest: whether the engine had nothing to do: then it is no idleness.
+    """
+
+    start_s: float
+    end_s: float
+    step_id: int
+    reason: BreakReason | None
+    is_rest: bool
 
     @property
     def seconds(self) -> float:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aneuron.plans import StepRecord
 
-__all__ = ["picture"]
+__all__ = ["pieces"]
 
 _WIDTH, _LEFT, _RIGHT = 1200, 104, 16
 _INNER = _WIDTH - _LEFT - _RIGHT
@@ -44,6 +44,7 @@ _CHAR = 6.2  # width of one at 11 px
 _HAIR = 0.75  # the least width: what is there can be seen
 _REST_SHARE = 0.05  # of the width that a rest may take
 _MAX_TICKS = 10
+_END = "</svg>\n"
 
 _INK, _PAPER, _LANE, _GREY, _RED = "#1f2430", "#ffffff", "#f3f4f6", "#c9ccd3", "#d62728"
 _PROGRAM = {"decode": "#3f78b5", "prefill": "#8a63ad"}
@@ -59,10 +60,13 @@ _STAGE = {
 }
 
 
-def picture(
+def pieces(
     records: Sequence[StepRecord], gaps: Sequence[Gap], idle_share: float, *, empty: str
-) -> str:
-    """Return the SVG of these steps, oldest first; `empty` is what it says if there are none.
+) -> Iterator[str]:
+    """Yield the SVG of these steps, oldest first; `empty` is what it says if there are none.
+
+    It comes in pieces, one for each step and a few more, so that a busy loop can do something
+    else between them. The records must not change meanwhile.
 
     A rest is cut out of the time axis but for a twentieth of the width. Each idle gap is a
     rect of class `idle`, and each rest one of class `rest`, with its length in `data-seconds`.
@@ -71,33 +75,42 @@ def picture(
     if not times:
         svg = _canvas(_HEAD)
         _text(svg, _LEFT, 20, empty)
-        return _markup(svg)
+        yield _markup(svg)
+        return
     axis = _Axis(min(times), max(times), _cuts(times, gaps))
     labels = list(_labels(axis, records))
     top = _HEAD + _ROW * max((row for row, *_ in labels), default=0)
     svg = _canvas(top + _AXIS + _FOOT)
     _text(svg, _LEFT, 20, _headline(records, idle_share))
-    _draw_lanes(SubElement(svg, "g", {"transform": f"translate(0 {top})"}), axis, records, gaps)
     for row, x, reason in labels:
         label = _text(svg, x, top - (row - 1) * _ROW - 4, reason, colour="#9a5a00")
         label.set("class", "break-label")
-    return _markup(svg)
+    yield _markup(svg).removesuffix(_END)
+    yield f'<g transform="translate(0 {top})">\n'
+    for part in _lanes(axis, records, gaps):
+        yield _markup(part)
+    yield f"</g>\n{_END}"
 
 
-def _draw_lanes(
-    body: Element, axis: _Axis, records: Sequence[StepRecord], gaps: Sequence[Gap]
-) -> None:
+def _lanes(axis: _Axis, records: Sequence[StepRecord], gaps: Sequence[Gap]) -> Iterator[Element]:
+    """Yield what is in the lanes, from the back to the front."""
+    body = Element("g")
     for name, (top, height) in _LANES.items():
         _text(body, _LEFT - 8, top + height / 2 + 4, name, anchor="end")
         _rect(body, (_LEFT, _WIDTH - _RIGHT), (top, height), _LANE)
     for gap in gaps:
         _draw_gap(body, axis, gap)
+    yield body
     for record in records:
+        body = Element("g")
         _draw_host(body, axis, record)
         _draw_program(body, axis, record)
+        yield body
+    body = Element("g")
     _draw_breaks(body, axis, records)
     _draw_ticks(body, axis)
     _draw_legend(body)
+    yield body
 
 
 def _headline(records: Sequence[StepRecord], idle_share: float) -> str:
