@@ -32,7 +32,7 @@ from aneuron.kv_cache import KVCacheManager
 from aneuron.outputs import AbortReason, EngineStats, FinishReason
 from aneuron.parallel.ranks import make_runner
 from aneuron.plans import Break
-from aneuron.request import wake
+from aneuron.request import Waker
 from aneuron.scheduler import Scheduler
 from aneuron.threads import check_loop, leave_at_fork
 from aneuron.timeline import RING_STEPS, Timeline
@@ -73,7 +73,7 @@ class EngineCore:
         self.depth, self.shutdown_s = config.depth, config.shutdown_s
         self.failure: AneuronError | None = None
         self.is_forked = False  # this is a child process: the device's threads are the parent's
-        self._loop = loop
+        self._loop, self._waker = loop, Waker(loop)
         self._clock = clock_of(loop)
         self._num_in_flight = 0
         self._in_flight: Mailbox[InFlightStep | RankStep] = Mailbox()
@@ -310,7 +310,7 @@ class EngineCore:
             if request.watch is not None:
                 self._watch(request)
         record.detokenized_s = self._clock()
-        wake(updated)
+        self._waker.wake(updated)
         record.delivered_s = self._clock()
 
     def _watch(self, request: Request) -> None:

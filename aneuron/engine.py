@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
+from aneuron.futures import end_with_owner
 from aneuron.intake import check_request
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
@@ -110,8 +111,7 @@ class Engine:
         self._label = f"{name} on {device if isinstance(device, str) else device.name}"
         self._state = _State.NEW
         self._opening: object = None
-        self._ids = count(1)
-        self.consumers = Consumers()
+        self._ids, self.consumers = count(1), Consumers()
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -174,9 +174,9 @@ class Engine:
             core.intake, core.scheduler.kv, self.tokenizer, self.spec,
             max_model_len=loaded.max_model_len,
         )  # fmt: skip
-        # The only bare task: it owns the TaskGroup, so that open, generate and aclose may
-        # be called from different tasks, and a crash cancels none of them.
+        # The only bare task: so open, generate and aclose may be called from different tasks.
         self._supervisor = asyncio.create_task(core.supervise(), name="aneuron-supervisor")
+        end_with_owner(self, self._supervisor, core.stop, what=f"the engine {self._label}")
 
     async def aclose(self) -> None:
         """Abort what runs (reason "shutdown"), wait for the device, and free everything.

@@ -4,17 +4,20 @@ This is the one place where device threads touch the event loop. A launch return
 future at once; the device's thread resolves it through `call_soon_threadsafe`. Unread, it
 can be fed to the next launch: then the value never leaves the device on its way. Beside
 it, how the engine's coroutines wait: `Signal`, `Mailbox`, and the `Watchdog` over a silent
-device.
+device; and `end_with_owner`, for the task that an engine is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import warnings
 from asyncio import get_running_loop
 from collections import deque
 from math import nan
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import finalize
 
 from aneuron.errors import DeviceLost
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from aneuron.errors import DeviceError
 
-__all__ = ["DeviceFuture", "Mailbox", "Signal", "Watchdog"]
+__all__ = ["DeviceFuture", "Mailbox", "Signal", "Watchdog", "end_with_owner"]
 
 T = TypeVar("T")
 _TURNS = 3  # of the loop, from a posted result to the next step being waited for
@@ -312,3 +315,30 @@ class Watchdog:
         else:
             for one in watched:
                 one.fail(self._late)
+
+
+_held: set[asyncio.Task[None]] = set()  # a loop alone would let them be collected
+
+
+def end_with_owner(
+    owner: object, task: asyncio.Task[None], stop: Callable[[], None], *, what: str
+) -> None:
+    """Hold a task until it is done; an owner that is dropped before warns, and has it stopped."""
+    _held.add(task)
+    finalizer = finalize(owner, _dropped, task, stop, what, os.getpid())
+    finalizer.atexit = False
+
+    def done(_: asyncio.Task[None]) -> None:
+        _held.discard(task)
+        finalizer.detach()
+
+    task.add_done_callback(done)
+
+
+def _dropped(task: asyncio.Task[None], stop: Callable[[], None], what: str, pid: int) -> None:
+    loop = task.get_loop()
+    if loop.is_closed() or pid != os.getpid():
+        return
+    message = f"{what} was dropped while it was open: await engine.aclose()"
+    warnings.warn(message, ResourceWarning, stacklevel=2)
+    loop.call_soon_threadsafe(stop)  # a collection may run in any thread

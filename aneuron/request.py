@@ -8,6 +8,7 @@ while its request is still in flight.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from contextvars import copy_context
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
     from aneuron.outputs import AbortReason, FinishReason
     from aneuron.params import SamplingParams
 
-__all__ = ["Matcher", "Request", "RequestState", "TextWatch", "make_request", "wake"]
+__all__ = [
+    "Matcher",
+    "Request",
+    "RequestState",
+    "TextWatch",
+    "Waker",
+    "make_request",
+    "wake",
+]
+
+_WAKES_AT_ONCE = 64  # consumers that may run in one turn of the loop
 
 
 class RequestState(Enum):
@@ -212,7 +223,7 @@ class Request:
         self.finish_reason = reason
         self.stop_reason, self.abort_reason, self.error = stop_reason, abort_reason, error
         self.finished_s = now_s
-        wake((self,))
+        wake(self)
         for callback in self.on_finish:
             callback(self)
         self.on_finish.clear()
@@ -285,11 +296,39 @@ def make_request(
     return first
 
 
-def wake(requests: Iterable[Request]) -> None:
-    """Wake the consumers that wait for the next token, or the end, of these requests."""
-    for request in requests:
-        waiter = request.waiter
-        if waiter is not None:
-            request.waiter = None
-            if not waiter.done():  # cancelled
-                waiter.set_result(None)
+def wake(request: Request) -> bool:
+    """Wake the consumer that waits for a request's next token, or end; say if there was one."""
+    waiter = request.waiter
+    if waiter is None:
+        return False
+    request.waiter = None
+    if not waiter.done():  # cancelled
+        waiter.set_result(None)
+    return True
+
+
+class Waker:
+    """Wakes consumers, a few in each turn of the loop.
+
+    All of a large batch at once would hold up everything else on the loop: 500 streams of a server
+    take some 25 ms. Who is woken late finds its tokens all the same, perhaps those of two steps.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake consumers on this loop."""
+        self._loop = loop
+        self._left: deque[Request] = deque()
+
+    def wake(self, requests: Iterable[Request]) -> None:
+        """Wake the consumers of these, in order, and behind those that are to be woken yet."""
+        is_at_it = bool(self._left)
+        self._left.extend(requests)
+        if not is_at_it:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        left, count = self._left, 0
+        while left and count < _WAKES_AT_ONCE:
+            count += wake(left.popleft())
+        if left:
+            self._loop.call_soon(self._wake_some)

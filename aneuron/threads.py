@@ -22,7 +22,13 @@ from aneuron.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DaemonExecutor", "Leavable", "check_loop", "leave_at_fork", "use_compute_threads"]
+__all__ = [
+    "DaemonExecutor",
+    "Leavable",
+    "check_loop",
+    "leave_at_fork",
+    "use_compute_threads",
+]
 
 T = TypeVar("T")
 _Call = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]

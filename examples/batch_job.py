@@ -11,9 +11,9 @@ import aneuron
 
 
 async def main(source: str, target: str, model: str = "smollm2-135m") -> None:
-    text = Path(source).read_text()  # noqa: ASYNC240  before anything runs
+    text = Path(source).read_text(encoding="utf-8")  # noqa: ASYNC240  before anything runs
     prompts = [line for line in text.splitlines() if line.strip()]
-    with Path(target).open("w") as file, Progress() as progress:  # noqa: ASYNC230  short lines
+    with Path(target).open("w", encoding="utf-8") as file, Progress() as progress:  # noqa: ASYNC230
         bar = progress.add_task("answering", total=len(prompts))
         async with aneuron.Engine(model) as engine:
             answers = engine.generate_many(prompts, max_tokens=32, temperature=0)
@@ -22,4 +22,6 @@ async def main(source: str, target: str, model: str = "smollm2-135m") -> None:
                 progress.advance(bar)
 
 
+if not 3 <= len(sys.argv) <= 4:
+    sys.exit(__doc__)
 asyncio.run(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Stop early, in five ways: `python examples/cancel_and_deadline.py [MODEL]`."""
+"""Stop early, in five ways: `python examples/cancel_and_deadline.py [MODEL [DEVICE]]`."""
 
 import asyncio
 import sys
@@ -6,11 +6,12 @@ import sys
 import aneuron
 
 
-async def main(model: str = "smollm2-135m") -> None:
-    async with aneuron.Engine(model) as engine:
-        async for token in engine.generate("Once upon a time", max_tokens=500):
-            if token.index == 9:
-                break  # the request ends with the loop
+async def main(model: str = "smollm2-135m", device: str = "auto") -> None:
+    async with aneuron.Engine(model, device=device) as engine:
+        async with engine.generate("Once upon a time", max_tokens=500) as stream:
+            async for token in stream:
+                if token.index == 9:
+                    break  # the request ends with the block
 
         stream = engine.generate("Once upon a time", max_tokens=500)
         await anext(stream)
@@ -28,7 +29,7 @@ async def main(model: str = "smollm2-135m") -> None:
         except TimeoutError:
             print("too late")
 
-        answer = await engine.generate("Once upon a time", max_tokens=5000, deadline_s=0.05)
+        answer = await engine.generate("Once upon a time", max_tokens=5000, deadline_s=0.5)
         print(f"{answer.abort_reason}: {len(answer.token_ids)} tokens")  # those are returned
         await engine.wait_idle()
         print("left:", engine.stats().running)

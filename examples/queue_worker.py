@@ -13,10 +13,11 @@ async def work(engine: aneuron.Engine, jobs: asyncio.Queue[Job]) -> None:
         prompt, done = await jobs.get()
         try:
             answer = await engine.generate(prompt, max_tokens=16, temperature=0)
+            if not done.done():  # who asked may have given up
+                done.set_result(answer.text)
         except aneuron.RequestError as error:  # this job's fault: the worker goes on
-            done.set_exception(error)
-        else:
-            done.set_result(answer.text)
+            if not done.done():
+                done.set_exception(error)
         finally:
             jobs.task_done()
 

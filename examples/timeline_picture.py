@@ -1,4 +1,4 @@
-"""What host and device did, step by step: `python examples/timeline_picture.py SVG [MODEL]`."""
+"""What host and device did, by step: `python examples/timeline_picture.py SVG [MODEL [DEVICE]]`."""
 
 import asyncio
 import sys
@@ -18,4 +18,6 @@ async def main(picture: str, model: str = "sim:count", device: str = "sim:micro"
         print(timeline.summary())
 
 
+if not 2 <= len(sys.argv) <= 4:
+    sys.exit(__doc__)
 asyncio.run(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A test suite of your own on `aneuron.testing`: `pytest examples/user_suite.py`."""
+"""A test suite of your own on `aneuron.testing`: copy it, then `pytest user_suite.py`."""
 
 import os
 from typing import Any

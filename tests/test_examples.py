@@ -6,26 +6,34 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from starlette.testclient import TestClient
 
+import aneuron
+from aneuron import Engine
+
 if TYPE_CHECKING:
     from types import ModuleType
+
+    import httpx2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS: dict[str, list[str]] = {  # with their arguments
     "hello.py": ["sim:count"],
     "many_streams.py": ["sim:count"],
     "batch_job.py": [str(EXAMPLES / "hello.py"), "answers.jsonl", "sim:count"],
-    "cancel_and_deadline.py": ["sim:count"],
+    "cancel_and_deadline.py": ["sim:count", "sim:micro"],  # slow enough for its deadline
     "overloaded.py": ["sim:count"],
     "structured_output.py": ["sim:const"],
     "custom_device.py": [],
@@ -47,7 +55,7 @@ SAYS = {
         "cancelled: abort",
         "stopped: stop",
         "too late",
-        "deadline: ",
+        "deadline: ",  # and some tokens, which is looked at below
         "left: 0",
     ],
     "overloaded.py": [
@@ -58,7 +66,7 @@ SAYS = {
 }
 
 
-def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", *command],
         capture_output=True,
@@ -66,7 +74,7 @@ def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         timeout=60,
         check=False,
         cwd=cwd,
-        env={**os.environ, "PYTHONUTF8": "1"},
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONUTF8": "1", **env},
     )
 
 
@@ -97,36 +105,128 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         assert sorted(one["prompt"] for one in answers) == list(range(len(told)))
     if name == "timeline_picture.py":
         assert (tmp_path / "trace.svg").read_text().startswith("<svg")
+    if name == "cancel_and_deadline.py":
+        assert re.search("deadline: [1-9]", done.stdout)
 
 
 @pytest.mark.timeout(90)
-def test_the_user_suite_passes() -> None:
-    done = run("-m", "pytest", "-q", "-p", "no:randomly", str(EXAMPLES / "user_suite.py"))
+def test_the_batch_job_reads_utf8_wherever_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("Où est-il ?\n", encoding="utf-8")
+    batch = [str(EXAMPLES / "batch_job.py"), "prompts", "answers", "sim:count"]
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    done = run(*batch, cwd=tmp_path, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "answers").read_text())["answer"].startswith("@AB")
+
+
+@pytest.mark.parametrize("name", ["batch_job.py", "timeline_picture.py"])
+def test_it_says_what_it_needs(name: str) -> None:
+    done = run(str(EXAMPLES / name))
+    assert done.returncode == 1
+    assert f"python examples/{name} " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's, with both files copied into it."""
+    for name in ("user_suite.py", "user_noxfile.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.timeout(90)
+def test_the_user_suite_passes(project: Path) -> None:
+    plain = ["-p", "no:randomly", "-p", "no:timeout"]  # what not every project has
+    done = run("-m", "pytest", "-q", *plain, "user_suite.py", cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
 
 
 @pytest.mark.timeout(90)
-def test_the_users_nox_file_runs_that_suite(tmp_path: Path) -> None:
+def test_the_users_nox_file_runs_that_suite(project: Path) -> None:
     """In this environment: what it would install is there."""
-    nox = ["-m", "nox", "-f", str(EXAMPLES / "user_noxfile.py"), "--envdir", str(tmp_path)]
-    done = run(*nox, "--no-venv", "--no-install", "-s", "tests(loop='uvloop')")
+    nox = ["-m", "nox", "-f", "user_noxfile.py", "--no-venv", "--no-install"]
+    done = run(*nox, "-s", "tests(loop='uvloop')", cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
+
+
+def test_the_users_nox_file_installs_from_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name would be taken from an index, where anyone may have it."""
+    module, session = load("user_noxfile", monkeypatch), Mock(posargs=[])
+    for task in (partial(module.tests.func, loop="asyncio"), module.smoke.func):
+        task(session)
+        assert session.install.call_args.args[0] == module.ANEURON
+    assert module.ANEURON.startswith("../")
+
+
+def ask(client: TestClient, text: str) -> httpx2.Response:
+    return client.post("/ask", json=[{"role": "user", "content": text}])
 
 
 def test_the_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
     app = load("fastapi_app", monkeypatch).app
     with TestClient(app) as client:
-        answer = client.post("/ask", json={"text": "What?", "max_tokens": 5})
-        assert (answer.status_code, answer.text) == (200, '!"#$%')
-        refused = client.post("/ask", json={"text": "What?", "max_tokens": 0})
+        answer = ask(client, "What?")
+        assert (answer.status_code, answer.text[:5], len(answer.text)) == (200, '!"#$%', 64)
+        refused = ask(client, "x" * 40_000)
         assert refused.status_code == 400
-        assert "max_tokens" in refused.json()["error"]
+        assert "the prompt has" in refused.json()["error"]
+        refused = client.post("/ask", json=[])
+        assert refused.status_code == 400
+        assert ask(client, "What?").text == answer.text
 
 
-def test_the_starlette_app(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastapi_app_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = load("fastapi_app", monkeypatch).app
+    options: Any = {"device": "sim:micro", "max_num_seqs": 1, "max_waiting": 0}
+    monkeypatch.setattr(aneuron, "Engine", lambda model, **_: Engine(model, **options))
+    with TestClient(app) as client:
+        assert client.portal is not None
+        engine = client.app_state["engine"]
+        # In a list: the portal would await the stream.
+        (running,) = client.portal.call(lambda: [engine.generate("a", max_tokens=50_000)])
+        refused = ask(client, "What?")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        client.portal.call(running.aclose)
+        assert ask(client, "What?").status_code == 200
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, loaded and not run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["queue_worker.py"])
+        patch.setattr(asyncio, "run", lambda main: main.close())
+        return load("queue_worker", patch)
+
+
+async def test_a_caller_of_the_queue_worker_may_give_up(worker: ModuleType) -> None:
+    loop, jobs = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    async with Engine("sim:count") as engine:
+        working = asyncio.create_task(worker.work(engine, jobs))
+        for prompt in ("abc", ""):  # one has an answer, the other an error
+            gone = loop.create_future()
+            gone.cancel()
+            jobs.put_nowait((prompt, gone))
+        kept = loop.create_future()
+        jobs.put_nowait(("abc", kept))
+        waiting = asyncio.create_task(jobs.join())
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        assert not working.done(), working
+        assert kept.result().startswith("def")
+        working.cancel()
+
+
+@pytest.mark.parametrize("lifespan", ["first", "second"])
+def test_the_starlette_app(lifespan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = load("starlette_mount", monkeypatch).app
+    if lifespan == "second":
+        with TestClient(app):
+            pass
     with TestClient(app) as client:
         assert client.get("/").text == "0 running, 0 waiting"
         asked = {"model": "sim-count", "prompt": "abc", "max_tokens": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -141,3 +142,33 @@ async def test_wrong_loop_and_no_loop() -> None:
             with pytest.raises(RuntimeError, match="call it there"):
                 await asyncio.to_thread(call)
         assert engine.stats().steps == 0
+
+
+async def test_an_engine_that_is_dropped_open_says_so_and_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when a notebook's cell that opens one is run again."""
+    engine = await aneuron.open("sim:count")
+    core, [supervisor] = (
+        engine._core,
+        [one for one in asyncio.all_tasks() if one.get_name() == "aneuron-supervisor"],
+    )
+    with pytest.warns(ResourceWarning, match=r"sim:count.*was dropped.*aclose"):
+        del engine
+    await asyncio.wait({supervisor})
+    assert core.failure is not None
+    assert not caplog.records
+
+
+async def test_an_open_engine_lives_while_its_stream_does() -> None:
+    async def begin() -> TokenStream:
+        engine = await aneuron.open("sim:count")
+        return engine.generate(prompt_token_ids=[10], max_tokens=30)
+
+    stream = await begin()
+    gc.collect()
+    assert (await stream).token_ids == list(range(11, 41))
+    with pytest.warns(ResourceWarning, match="was dropped"):
+        del stream
+    while any(one.get_name() == "aneuron-supervisor" for one in asyncio.all_tasks()):
+        await asyncio.sleep(0)

@@ -175,16 +175,18 @@ def test_case_59_garbage_collection_each_turn(kernel: Kernel) -> None:
 
         async def collect():
             while not ended:
-                gc.collect(0)
+                gc.collect()
                 await asyncio.sleep(0)
 
         async def ids(stream):
             return [token.token_id async for token in stream]
 
+        async def streams():
+            engine = await aneuron.open("sim:count", max_num_seqs=64)
+            return [engine.generate(prompt_token_ids=[n], max_tokens=20) for n in range(50)]
+
         collecting = asyncio.create_task(collect())
-        got = await asyncio.gather(
-            *(ids(engine.generate(prompt_token_ids=[n], max_tokens=20)) for n in range(50))
-        )
+        got = await asyncio.gather(*map(ids, await streams()))
         ended = True
         await collecting
         gc.collect()

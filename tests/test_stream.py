@@ -249,7 +249,7 @@ async def test_waking_a_consumer_without_news_or_after_its_cancellation() -> Non
         task = asyncio.create_task(items_of(stream))
         for _ in range(10):
             await asyncio.sleep(0)
-            wake([stream._request])
+            wake(stream._request)
         assert ids_of(await task) == after(10, 10)
         stream = start(engine, 10, 10)
         task = asyncio.create_task(items_of(stream))
@@ -257,7 +257,7 @@ async def test_waking_a_consumer_without_news_or_after_its_cancellation() -> Non
         waiter = stream._request.waiter
         assert waiter is not None
         task.cancel()
-        wake([stream._request])
+        wake(stream._request)
         assert waiter.cancelled()
         await asyncio.wait([task])
         assert task.cancelled()

@@ -104,15 +104,17 @@ class Answer:
                 self._streams, speaker, is_stream = await submit()
                 await (self._speak(speaker) if is_stream else self._say(speaker))
                 watcher.cancel()
-        except* _Left:
-            self._call.aborted()
-        except* Exception as group_error:  # noqa: BLE001  a server lives on
-            error = _first(group_error)
+        except ExceptionGroup as group:  # a server lives on
+            error = _first(group)
+            # Python 3.11 leaves a cycle of it and a frame: collecting many would hold the loop.
+            group.__traceback__ = None
         finally:
             self._group = None
             for stream in self._streams:
                 stream.cancel()
-        if error is not None:
+        if isinstance(error, _Left):
+            self._call.aborted()
+        elif error is not None:
             await self._fail(error)
 
     async def _watch(self) -> NoReturn:

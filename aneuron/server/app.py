@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from aneuron.errors import EngineClosed
 from aneuron.server.about import about_routes
 from aneuron.server.chat import ChatEndpoint
 from aneuron.server.completions import CompletionsEndpoint
@@ -160,6 +161,8 @@ def build_app(engine: Engine, config: ServerConfig = _CONFIG) -> Starlette:
         ConfigError: there is no `config.tool_parser`.
         EngineClosed: the engine was never open.
     """
+    if not hasattr(engine, "spec"):
+        raise EngineClosed("build_app needs an engine that is open: await engine.open() before")
     state = ServerState(engine, config)
     if config.tool_parser is not None:
         template_name(config.tool_parser, engine.tokenizer)  # raises for a name of none

@@ -177,6 +177,7 @@ class Endpoint:
                 await answer.run(lambda: self.submit(call, message.pop("body", b"")))
             finally:
                 call.aborted()  # where nothing else was noted: this task was cancelled
+                call.answer = None  # no cycle is left: collecting many would hold the loop
 
 
 async def submit_all(call: Call, submits: Iterable[Callable[[], TokenStream]]) -> list[TokenStream]:

@@ -164,6 +164,7 @@ def test_variables_that_slow_down_are_pointed_out(name: str, value: str, advice:
 # ── devices ─────────────────────────────────────────────────────────────────────────────
 
 GPU = {"nvidia_files": ("/dev/nvidia0",), "known_devices": ("cpu", "cuda", "sim")}
+LIKE_CHIP = {"known_devices": ("cpu", "neuron", "sim")}
 CHIP = {"neuron_files": ("/dev/neuron0",), "known_devices": ("cpu", "neuron", "sim")}
 
 
@@ -186,7 +187,8 @@ def test_the_processor(changes: dict[str, Any], status: str, found: str) -> None
 @pytest.mark.parametrize(
     ("changes", "status", "found", "advice"),
     [
-        ({}, "note", "no NVIDIA GPU is seen", ""),
+        ({}, "note", "this version has no such device", ""),
+        ({"known_devices": ("cpu", "cuda", "sim")}, "note", "no NVIDIA GPU is seen", ""),
         ({"nvidia_files": ("/dev/nvidia0",)}, "note", "this version has no such device", ""),
         (GPU, "warning", "torch is built without CUDA", "CUDA build of torch"),
         ({**GPU, "torch": Probe(cuda="13.0")}, "warning", "torch sees none", "nvidia-smi"),
@@ -213,8 +215,9 @@ def neuron(version: str | None) -> dict[str, str | None]:
 @pytest.mark.parametrize(
     ("changes", "status", "found"),
     [
-        ({}, "note", "there is no /dev/neuron*"),
-        ({"versions": neuron("1.0")}, "note", "the public index's placeholder"),
+        ({}, "note", "this version has no such device"),
+        (LIKE_CHIP, "note", "there is no /dev/neuron*"),
+        ({**LIKE_CHIP, "versions": neuron("1.0")}, "note", "the public index's placeholder"),
         ({"neuron_files": ("/dev/neuron0",)}, "note", "this version has no such device"),
         (CHIP, "warning", "is not installed"),
         ({**CHIP, "versions": neuron("1.0")}, "warning", "is a placeholder"),

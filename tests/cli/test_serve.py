@@ -317,9 +317,12 @@ def test_many_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_stays_is_not_collected_again() -> None:
     """A full collection of all that a model brings held the loop some 200 ms."""
     gc.unfreeze()
+    thresholds = gc.get_threshold()
     try:
         command._settle()
+        assert gc.get_threshold() > thresholds
         assert gc.get_freeze_count() > 10_000
         assert len(gc.get_objects()) < gc.get_freeze_count() / 10
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from aneuron.cli.serve import _settle
 from aneuron.models.tokenizer import HFTokenizer
 from aneuron.testing import (
     Count,
@@ -377,19 +378,29 @@ async def _load(serve_engine: Serve, *, streams: int, requests: int) -> dict[str
             assert_idle(engine)
             return told
 
-        await run(max(1000, requests // 5), 1)
+        await run(max(1000, requests // 2), 1)
         before = resident_bytes()
-        gc.freeze()  # as `aneuron serve` does; this process has much more than that
-        async with child(server.url, probes=True) as prober, peak_of(server) as open_:
+        async with settled(), child(server.url, probes=True) as prober, peak_of(server) as open_:
             told = await run(requests, 2)
             probed = await result_of(prober)
-        gc.unfreeze()
         told["growth"] = resident_bytes() - before
         told["open"] = max(open_)
         told["statuses"] = probed["statuses"]
         told["health_s"] = sorted(probed["taken_s"])
         assert not sum(len(one.state.tasks) for one in sites())
         return told
+
+
+@asynccontextmanager
+async def settled() -> AsyncIterator[None]:
+    """Collect garbage as `aneuron serve` does; this process has much more than that one."""
+    thresholds = gc.get_threshold()
+    _settle()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 @asynccontextmanager

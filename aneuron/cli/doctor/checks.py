@@ -227,10 +227,11 @@ def _device_cpu(facts: Facts) -> Check:
 def _device_cuda(facts: Facts) -> Check:
     torch = facts.torch
     gpus = ", ".join(torch.devices or facts.nvidia_files)
+    if "cuda" not in facts.known_devices:
+        seen = f" ({gpus})" if gpus else ""
+        return Check("device cuda", "note", f"cannot: this version has no such device{seen}")
     if not gpus:
         return Check("device cuda", "note", "cannot: no NVIDIA GPU is seen")
-    if "cuda" not in facts.known_devices:
-        return Check("device cuda", "note", f"cannot: this version has no such device ({gpus})")
     if torch.error is not None:
         return Check("device cuda", WORST, f"cannot: torch cannot be imported: {torch.error}")
     if torch.cuda is None:
@@ -245,14 +246,14 @@ def _device_cuda(facts: Facts) -> Check:
 def _device_neuron(facts: Facts) -> Check:
     version = facts.versions.get("torch-neuronx")
     is_placeholder = version is not None and version.partition(".")[0] in ("0", "1")
+    if "neuron" not in facts.known_devices:
+        seen = f" ({len(facts.neuron_files)} devices)" if facts.neuron_files else ""
+        return Check("device neuron", "note", f"cannot: this version has no such device{seen}")
     if not facts.neuron_files:
         more = "; torch-neuronx is the public index's placeholder" if is_placeholder else ""
         found = f"cannot: there is no /dev/neuron*{more}"
         return Check("device neuron", "note", found)
     chips = f"{len(facts.neuron_files)} devices"
-    if "neuron" not in facts.known_devices:
-        found = f"cannot: this version has no such device ({chips})"
-        return Check("device neuron", "note", found)
     if is_placeholder or (version is None and not facts.torch.neuron):
         what = "is a placeholder" if is_placeholder else "is not installed"
         advice = "install torch-neuronx from AWS's own package index"

@@ -63,6 +63,7 @@ class Connection(H11Protocol):
         self._rest.clear()
         self._stop_head()
         self._stop_stall()
+        self.app = self._app  # no cycle is left: collecting many would hold the loop
         self._site.lost()
 
     # ── what comes ──────────────────────────────────────────────────────────────────────
