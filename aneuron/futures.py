@@ -337,7 +337,8 @@ def end_with_owner(
 
 def _dropped(task: asyncio.Task[None], stop: Callable[[], None], what: str, pid: int) -> None:
     loop = task.get_loop()
-    if loop.is_closed() or pid != os.getpid():
+    is_over = task.done() or task.cancelling() or loop.is_closed()
+    if is_over or pid != os.getpid():
         return
     message = f"{what} was dropped while it was open: await engine.aclose()"
     warnings.warn(message, ResourceWarning, stacklevel=2)

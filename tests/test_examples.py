@@ -132,6 +132,7 @@ def project(tmp_path: Path) -> Path:
     """A user's, with both files copied into it."""
     for name in ("user_suite.py", "user_noxfile.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # else that of a folder above counts
     return tmp_path
 
 

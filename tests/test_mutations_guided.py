@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Patch = Callable[[pytest.MonkeyPatch], None]
 
 TRIES = settings(
-    max_examples=300, derandomize=True, database=None, phases=[Phase.generate],
+    max_examples=1000, derandomize=True, database=None, phases=[Phase.generate],
     report_multiple_bugs=False, stateful_step_count=40,
 )  # fmt: skip
 

@@ -227,7 +227,7 @@ def test_compile_tells_machines(aneuron: Command, model: str) -> None:
 
 
 def test_throughput_tells_what_the_engine_does_meanwhile(aneuron: Command, model: str) -> None:
-    options = ["--concurrency=2", "--prompt-tokens=8", "--max-tokens=40", "--runs=2", "--json"]
+    options = ["--concurrency=2", "--prompt-tokens=8", "--max-tokens=200", "--runs=3", "--json"]
     result = aneuron("bench", "throughput", f"--model={model}", "--stats-interval=0.05", *options)
     assert result.status == 0
     assert len(json.loads(result.out)["rows"]) == 1
