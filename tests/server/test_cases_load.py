@@ -368,7 +368,7 @@ def resident_bytes() -> int:
 async def _load(serve_engine: Serve, *, streams: int, requests: int) -> dict[str, Any]:
     """Serve so many requests, after some to warm up; return what was seen."""
     options: dict[str, Any] = {"max_num_seqs": streams, "num_kv_blocks": 16 * streams}
-    async with count_engine(**options) as engine, serve_engine(engine) as server:
+    async with settled(), count_engine(**options) as engine, serve_engine(engine) as server:
 
         async def run(number: int, seed: int) -> dict[str, Any]:
             async with child(server.url, streams=streams, requests=number, seed=seed) as process:
@@ -380,7 +380,7 @@ async def _load(serve_engine: Serve, *, streams: int, requests: int) -> dict[str
 
         await run(max(1000, requests // 2), 1)
         before = resident_bytes()
-        async with settled(), child(server.url, probes=True) as prober, peak_of(server) as open_:
+        async with child(server.url, probes=True) as prober, peak_of(server) as open_:
             told = await run(requests, 2)
             probed = await result_of(prober)
         told["growth"] = resident_bytes() - before
