@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -268,3 +269,29 @@ async def test_nothing_holds_a_connection_that_was_lost(
         await all_gone(server)
         clocks = (connection._stall, connection._head, connection.timeout_keep_alive_task)
         assert clocks == (None, None, None)
+
+
+async def test_requests_leave_no_cycles(serve_engine: Serve) -> None:
+    """Whole or left amid: collecting what they leave would hold the loop."""
+    async with count_engine(latency=STEP_S) as engine, serve_engine(engine) as server:
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            async with connected(server.url) as raw:
+                await raw.stream(COMPLETIONS, asks(1000, 500), count=1)
+            async with connected(server.url) as raw:
+                raw.send(COMPLETIONS, asks(1000, 3, stream=True))
+                await raw.answer()
+                assert [event async for event in raw.events()][-1] == "[DONE]"
+            await until(lambda: not server.state.num_open)
+            await engine.wait_idle()
+            await until(lambda: not sites()[0].state.connections)
+            await asyncio.sleep(0)
+            gc.collect()
+            found = {type(one).__name__ for one in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+            gc.garbage.clear()
+    assert not found & {"Answer", "Call", "Connection", "TokenStream", "RequestResponseCycle"}
