@@ -16,7 +16,7 @@ from aneuron.plans import BreakReason
 if TYPE_CHECKING:
     from aneuron.batch import Launch
     from aneuron.futures import DeviceFuture
-    from aneuron.plans import SchedulerOutput
+    from aneuron.plans import ModelInput, SchedulerOutput
 
 __all__ = [
     "Carry",
@@ -32,6 +32,9 @@ __all__ = [
     "ResidentCarry",
     "make_carry",
 ]
+
+
+_STEPS_AHEAD = 2  # the published protocol looks so far ahead for the end of a bucket
 
 
 class PendingTokens(Protocol):
@@ -123,6 +126,10 @@ class HandoffCarry:
     tokens_on_device = False
     reads_all_ranks = False
 
+    def __init__(self, bucket_edges: tuple[int, ...] = ()) -> None:
+        """Feed no step whose context ends just below one of these lengths, in tokens."""
+        self._edges = np.array(bucket_edges, np.int32)
+
     def composition_changed(self, plan: SchedulerOutput, pending: PendingTokens | None) -> bool:
         """Whether the set of requests differs from the one that made the future."""
         return pending is not None and not _same_set(plan.request_ids, pending.request_ids)
@@ -132,16 +139,29 @@ class HandoffCarry:
         inputs = launch.inputs
         if pending is None or not inputs.is_decode:
             return HostIds()
-        if pending.verifies_drafts:
-            return Mismatch(BreakReason.SPECULATION)
         future = pending.sampled_token_ids
-        if future.dtype != inputs.input_ids.dtype.name:
-            return Mismatch(BreakReason.DTYPE_MISMATCH)
-        if future.shape != inputs.input_ids.shape:
-            return Mismatch(BreakReason.SHAPE_MISMATCH)
+        if (reason := self._misfit(inputs, pending)) is not None:
+            return Mismatch(reason)
         if np.array_equal(launch.request_ids, pending.request_ids):
             return Feed(future)
         return Remap(future, _order(launch.request_ids, pending.request_ids, inputs.num_rows))
+
+    def _misfit(self, inputs: ModelInput, pending: PendingTokens) -> BreakReason | None:
+        future = pending.sampled_token_ids
+        if pending.verifies_drafts:
+            return BreakReason.SPECULATION
+        if self._edges.size and self._is_at_edge(inputs.context_lens[: inputs.num_reqs]):
+            return BreakReason.BUCKET_EDGE
+        if future.dtype != inputs.input_ids.dtype.name:
+            return BreakReason.DTYPE_MISMATCH
+        if future.shape != inputs.input_ids.shape:
+            return BreakReason.SHAPE_MISMATCH
+        return None
+
+    def _is_at_edge(self, context_lens: np.ndarray) -> bool:
+        """Whether this step or the next comes to the end of the longest row's bucket."""
+        longest = context_lens.max()
+        return bool(((longest < self._edges) & (self._edges <= longest + _STEPS_AHEAD)).any())
 
 
 class ResidentCarry:
@@ -164,7 +184,7 @@ class ResidentCarry:
         return FromSlots() if launch.inputs.is_decode else HostIds()
 
 
-def make_carry(name: str, *, has_slots: bool = False) -> Carry:
+def make_carry(name: str, *, has_slots: bool = False, bucket_edges: tuple[int, ...] = ()) -> Carry:
     """Return the carry of this name; "auto" is `resident` for executables with slots."""
     match name:
         case "host":
@@ -173,7 +193,7 @@ def make_carry(name: str, *, has_slots: bool = False) -> Carry:
             return ResidentCarry()
         case "auto" if has_slots:
             return ResidentCarry()
-    return HandoffCarry()
+    return HandoffCarry(bucket_edges)
 
 
 def _same_set(ids: np.ndarray, others: np.ndarray) -> bool:

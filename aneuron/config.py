@@ -21,7 +21,7 @@ __all__ = ["MOST_CELLS", "BatchShape", "Buckets", "EngineConfig", "EngineOptions
 _CHOICES = {
     "token_carry": ("auto", "host", "handoff", "resident"),
     "dtype": ("auto", "float32", "bfloat16"),
-    "quantization": (None, "int8", "int4"),
+    "quantization": ("int8", "int4", None),
     "kv_cache_dtype": ("auto", "int8"),
     "scheduling_policy": ("fcfs", "priority"),
 }
@@ -32,9 +32,11 @@ _MOST = {
     "block_size": 2**16,
     "max_in_flight_steps": 64,
     "num_ranks": 4096,
+    "tensor_parallel_size": 4096,
     "num_threads": 1024,
     "interleaved_prefill_tokens": 2**20,
 }
+_BESIDE = ("device", "model", "progress", "revision", "tokenizer")  # of `Engine`, no settings
 _OPTIONAL = ("num_threads", "interleaved_prefill_tokens")
 MOST_CELLS = 2**31 - 1
 _DRAFT_TOKENS = 4
@@ -63,7 +65,7 @@ class EngineConfig:
         interleaved_prefill_tokens: the same for a step between those of many requests that decode:
             the less, the shorter the gaps between their tokens, and the longer until others have
             their first. It is more while few decode (`max_num_batched_tokens` / n), and while many
-            tokens wait (1/96 of them). None takes 64 on a processor, elsewhere
+            tokens wait (1/96 of them). None takes 48 on a processor, elsewhere
             `max_num_batched_tokens`.
         max_waiting: most requests beside `max_num_seqs`, each choice counting as one; beyond,
             `generate` raises `Overloaded`. None is any number.
@@ -80,6 +82,7 @@ class EngineConfig:
         step_timeout_s: after this long without a result the device counts as lost.
         shutdown_s: `aclose()` waits this long for the device.
         num_ranks: devices that run every step alike; the first one's tokens count.
+        tensor_parallel_size: NeuronCores that each traced program spans; only on such programs.
         speculative: draft tokens and verify several in one step; a mapping such as
             `{"method": "ngram", "num_tokens": 4}`: the tokens that followed the same words
             earlier on (prompt lookup), at most so many a step. None drafts none.
@@ -113,6 +116,7 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     shutdown_s: float = 5.0
     num_ranks: int = 1
+    tensor_parallel_size: int = 1
     speculative: Mapping[str, object] | None = None
     timeline: bool = False
 
@@ -123,7 +127,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false", param=name)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                known = ", ".join(map(str, allowed))
+                known = ", ".join(one or "or left out" for one in allowed)
                 raise ConfigError(
                     f"{name} must be one of {known}, not {getattr(self, name)!r}", param=name
                 )
@@ -179,9 +183,8 @@ class EngineConfig:
         known = {item.name for item in fields(cls)}
         for name in options:
             if name not in known:
-                raise ConfigError(
-                    f"unknown setting {name!r}; known are {', '.join(sorted(known))}", param=name
-                )
+                names = ", ".join(sorted({*known, *_BESIDE}))
+                raise ConfigError(f"unknown setting {name!r}; known are {names}", param=name)
         return cls(**options)  # type: ignore[arg-type]  # each value is checked above
 
     @property
@@ -220,6 +223,7 @@ class EngineOptions(TypedDict, total=False):
     step_timeout_s: float
     shutdown_s: float
     num_ranks: int
+    tensor_parallel_size: int
     speculative: Mapping[str, object] | None
     timeline: bool
 

@@ -67,8 +67,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.intake = Intake(
-            scheduler, max_waiting=config.max_waiting, loop=loop, notify=self.notify
-        )
+            scheduler, max_waiting=config.max_waiting, can_fork=spec.can_fork, loop=loop,
+            notify=self.notify,
+        )  # fmt: skip
         self.timeline = Timeline(RING_STEPS if config.timeline else 0)
         self.depth, self.shutdown_s = config.depth, config.shutdown_s
         self.failure: AneuronError | None = None
@@ -92,8 +93,9 @@ class EngineCore:
         self._device_closed: list[DeviceFuture] = []  # they resolve at its threads' ends
 
     @classmethod
-    def build(cls, config: EngineConfig, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
+    def build(cls, loaded: Loaded, loop: asyncio.AbstractEventLoop) -> Self:
         """Put the parts together; nothing is started."""
+        config, spec = loaded.config, loaded.models[0].spec
         shape = BatchShape.of(config, loaded.max_model_len)
         kv = KVCacheManager(
             loaded.num_blocks,
@@ -106,15 +108,16 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             interleaved_prefill_tokens=config.interleaved_prefill_tokens
-            or loaded.models[0].spec.interleaved_prefill_tokens,
+            or spec.interleaved_prefill_tokens,
+            max_prompts=spec.max_prompts,
             length_limit=min(loaded.max_model_len, kv.capacity),
-            eos_token_ids=loaded.models[0].spec.eos_token_ids,
+            eos_token_ids=spec.eos_token_ids,
             num_slots=shape.num_slots,
             num_draft_tokens=shape.num_draft_tokens,
             clock=loop.time,
         )
         runner = make_runner(config, loaded, shape)
-        return cls(config, scheduler, runner, loaded.models[0].spec, loop)
+        return cls(config, scheduler, runner, spec, loop)
 
     async def supervise(self) -> None:
         """Run, and whatever ends it, fail what is open, each with a typed error of its own."""

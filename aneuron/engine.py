@@ -24,7 +24,7 @@ from aneuron.params import SamplingParams, check_deadline
 from aneuron.params.messages import Conversation
 from aneuron.prompt import validate_text, validate_token_ids
 from aneuron.request import make_request
-from aneuron.stream import Consumers, TokenStream
+from aneuron.stream import AsyncEntered, Consumers, TokenStream
 from aneuron.stream.many import CompletionStream
 from aneuron.submission import Submission
 from aneuron.timeline.card import card
@@ -59,7 +59,7 @@ class _State(Enum):
     CLOSED = auto()  # the supervisor has ended; open() may be called again
 
 
-class Engine:
+class Engine(AsyncEntered):
     """An inference engine on your event loop.
 
         async with aneuron.Engine("smollm2-135m") as engine:
@@ -167,9 +167,10 @@ class Engine:
 
     def _start(self, loaded: Loaded) -> None:
         self.loop = asyncio.get_running_loop()
-        self.tokenizer = loaded.tokenizer
-        self.spec = loaded.models[0].spec
-        self._core = core = EngineCore.build(self.config, loaded, self.loop)
+        self.tokenizer, self.spec = loaded.tokenizer, loaded.models[0].spec
+        self._label = self._label.replace(" on auto", f" on {loaded.devices[0].name}")
+        self.config = loaded.config
+        self._core = core = EngineCore.build(loaded, self.loop)
         self._submission = Submission(
             core.intake, core.scheduler.kv, self.tokenizer, self.spec,
             max_model_len=loaded.max_model_len,
@@ -239,7 +240,7 @@ class Engine:
         self._check_open()
         if (prompt is None) == (prompt_token_ids is None):
             raise InvalidRequest("give either prompt or prompt_token_ids", param="prompt")
-        params = SamplingParams.build(params, sampling)
+        params = SamplingParams.build(params, sampling, self.generate)
         made = self._make_request(params, request_id, priority)
         if prompt is not None:
             return self._submit(made, validate_text(prompt), deadline_s)
@@ -279,7 +280,7 @@ class Engine:
         Returns and raises what `generate` does; a template complains at the first await.
         """
         self._check_open()
-        params = SamplingParams.build(params, sampling)
+        params = SamplingParams.build(params, sampling, self.chat)
         conversation = Conversation.of(
             messages, tools=tools, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -308,7 +309,7 @@ class Engine:
         Raises what `generate` does, but for the prompts.
         """
         self._check_open()
-        params = SamplingParams.build(params, sampling)
+        params = SamplingParams.build(params, sampling, self.generate_many)
         check_request(params, priority=priority, config=self.config, spec=self.spec)
         self._submission.check(params)
         generate = partial(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import AneuronError, InternalError, InvalidRequest, Overloaded
 from aneuron.outputs import AbortReason, FinishReason
-from aneuron.params import check_priority
+from aneuron.params import SamplingParams, check_priority
 from aneuron.request import RequestState
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aneuron.config import EngineConfig
-    from aneuron.params import SamplingParams
     from aneuron.plans import ModelSpec
     from aneuron.request import Request
     from aneuron.scheduler import Scheduler
@@ -49,7 +48,8 @@ def check_request(
         message = f"n {params.n} is over max_num_seqs {config.max_num_seqs}"
         raise InvalidRequest(message, param="n")
     field = params.needs_logits
-    if field is not None and not (spec.has_logits and spec.has_slots):
+    has_logits = spec.has_logits or (field == "grammar" and spec.has_masks)
+    if field is not None and not (has_logits and spec.has_slots):
         raise InvalidRequest(
             f"{spec.name} shows no logits on this device, which {field} needs", param=field
         )
@@ -57,12 +57,25 @@ def check_request(
         raise InvalidRequest(
             f"{spec.name} takes no masks on this device, which a grammar needs", param="grammar"
         )
+    if (field := _unsupported(params, spec)) is not None:
+        raise InvalidRequest(
+            f"{spec.name}'s programs sample on this device without {field}", param=field
+        )
     if params.logits_processors and not spec.is_split:
         raise InvalidRequest(
             f"{spec.name} does not show its logits to the host on this device, which "
             "logits_processors need",
             param="logits_processors",
         )
+
+
+def _unsupported(params: SamplingParams, spec: ModelSpec) -> str | None:
+    """Return a field that the model's sampling does not know and the request sets, or None."""
+    if spec.greedy_only and params.temperature > 0:
+        return "temperature"
+    plain = SamplingParams()
+    fields = spec.unsupported_params
+    return next((name for name in fields if getattr(params, name) != getattr(plain, name)), None)
 
 
 class Intake:
@@ -81,6 +94,7 @@ class Intake:
         scheduler: Scheduler,
         *,
         max_waiting: int | None,
+        can_fork: bool = True,
         loop: asyncio.AbstractEventLoop,
         notify: Callable[[], None],
     ) -> None:
@@ -89,6 +103,7 @@ class Intake:
         Args:
             scheduler: takes over.
             max_waiting: how many may be in beyond those that can run; None is any number.
+            can_fork: whether choices of a request share the step that computes their prompt.
             loop: whose time counts.
             notify: called after each change.
         """
@@ -98,6 +113,7 @@ class Intake:
         self.tasks: set[asyncio.Task[None]] = set()
         self._scheduler = scheduler
         self._max_waiting = max_waiting
+        self._can_fork = can_fork
         self._loop = loop
         self._notify = notify
         self._group: asyncio.TaskGroup | None = None
@@ -183,7 +199,11 @@ class Intake:
             one.prompt_ids = prompt_ids
             self.num_watched += one.watch is not None
         self.num_prompt_tokens += len(prompt_ids)
-        self._scheduler.add(request)
+        alone = () if self._can_fork else request.forks
+        if alone:
+            request.unforked = ()
+        for one in (request, *alone):
+            self._scheduler.add(one)
         self._notify()
 
     # ── ending ──────────────────────────────────────────────────────────────────────────

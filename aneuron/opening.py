@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aneuron.engine import Engine
+from aneuron.stream import AsyncEntered
 
 if TYPE_CHECKING:
     import os
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["open_engine"]
 
 
-class _Opening:
+class _Opening(AsyncEntered):
     """What `aneuron.open()` returns: await it for an open engine, or enter it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -24,10 +25,13 @@ class _Opening:
     def __await__(self) -> Generator[Any, None, Engine]:
         return self._engine.open().__await__()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"no {name!r} yet: `engine = await aneuron.open(...)`, or `async with` it, comes first"
-        )
+    if not TYPE_CHECKING:  # a checker is to refuse it
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"no {name!r} yet: `engine = await aneuron.open(...)`, or `async with` it, comes "
+                "first"
+            )
 
     async def __aenter__(self) -> Engine:
         return await self._engine.open()

@@ -17,7 +17,7 @@ from aneuron.scheduler import Scheduler
 
 def scheduler_of(
     *, num_blocks: int, block_size: int = 4, max_num_seqs: int = 4, budget: int = 64,
-    eos: tuple[int, ...] = (), interleaved: int | None = None,
+    eos: tuple[int, ...] = (), interleaved: int | None = None, limit: int | None = None,
 ) -> Scheduler:  # fmt: skip
     slots = max_num_seqs * 2
     kv = KVCacheManager(num_blocks, block_size, slots)
@@ -26,7 +26,7 @@ def scheduler_of(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         interleaved_prefill_tokens=interleaved,
-        length_limit=kv.capacity,
+        length_limit=limit or kv.capacity,
         eos_token_ids=eos,
         num_slots=slots,
         clock=lambda: 1.0,
@@ -271,3 +271,13 @@ def test_a_prefill_between_decodes_grows_with_what_waits() -> None:
     assert all(grown), "a 96th of those that are left, also of a prompt's rest"
     assert len(counts) < 250, "with 4 a step it would be 384"
     assert scheduler._queue.num_tokens == 0
+
+
+def test_where_a_block_holds_a_request_no_block_is_kept_for_growth() -> None:
+    scheduler = scheduler_of(num_blocks=3, block_size=8, limit=8)
+    for number in (1, 2, 3, 4):
+        added(scheduler, number, 3)
+    plan = scheduled(scheduler)
+    answer(scheduler, plan)
+    assert plan.request_ids.tolist() == [1, 2, 3]
+    assert scheduled(scheduler).request_ids.tolist() == [1, 2, 3]

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from aneuron.engine import Engine
     from aneuron.models.catalog import Progress
 
-__all__ = ["opened", "reporting"]
+__all__ = ["Told", "opened", "reporting"]
+
+_COUNTED = ("compile", "warm up")  # stages of programs, not of bytes
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +37,7 @@ async def opened(model: str, settings: EngineSettings, *, quiet: bool) -> AsyncI
     """
     from aneuron.engine import Engine
 
-    with _Told(quiet=quiet):
+    with Told(quiet=quiet):
         with _Reporter(model, quiet=quiet) as reporter:
             engine = Engine(model, progress=reporter, **asdict(settings))
             await engine.open()
@@ -50,8 +52,12 @@ def reporting(model: str, *, quiet: bool) -> contextlib.AbstractContextManager[P
     return _Reporter(model, quiet=quiet)
 
 
-class _Told(logging.Handler):
-    """Says on stderr what goes on behind an open engine: that its steps are being compiled."""
+class Told(logging.Handler):
+    """Says on stderr what goes on behind an open engine: that its steps are being compiled.
+
+    Args:
+        quiet: say only what went wrong.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__(logging.WARNING if quiet else logging.INFO)
@@ -59,9 +65,10 @@ class _Told(logging.Handler):
         self._level = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Say it; whatever comes of that, what goes on behind goes on."""
         try:
             note(record.getMessage())
-        except Exception:  # noqa: BLE001  stderr may be gone: what goes on behind goes on
+        except Exception:  # noqa: BLE001  stderr may be gone
             self.handleError(record)
 
     def __enter__(self) -> Self:
@@ -104,8 +111,13 @@ class _Reporter:
         if self._is_terminal:
             self._draw(done, total, is_new=is_new)
         elif is_new:
-            size = "" if total is None else f" ({total / 1e6:.0f} MB)"
+            size = "" if total is None else f" ({self._size(total)})"
             print(f"{self._model}: {stage}{size}", file=sys.stderr, flush=True)
+
+    def _size(self, count: int) -> str:
+        if self._stage in _COUNTED:
+            return f"{count} programs"
+        return f"{count / 1e6:.0f} MB"
 
     def _draw(self, done: int, total: int | None, *, is_new: bool) -> None:
         if self._bar is None:
@@ -119,5 +131,5 @@ class _Reporter:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
             self._bar.add_task(f"{self._model}: {self._stage}", total=total, size="")
-        size = "" if total is None else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        size = "" if total is None else f"{self._size(done).split()[0]} of {self._size(total)}"
         self._bar.update(self._bar.task_ids[0], completed=done, size=size)

@@ -23,7 +23,8 @@ class EngineSettings:
     """How the model runs.
 
     Attributes:
-        device: What runs it: auto, cpu, sim, or sim with a profile such as sim:micro.
+        device: What runs it: auto, cpu, neuron, sim, or sim with a profile such as sim:micro or
+            sim:FILE.json.
         dtype: Of weights and KV cache: auto, float32 or bfloat16.
         quantization: Of the weights: int8 or int4; none by default.
         kv_cache_dtype: Of keys and values: auto, as dtype, or int8.
@@ -37,6 +38,7 @@ class EngineSettings:
         max_num_batched_tokens: Most prompt tokens in one step; longer prompts are cut.
         interleaved_prefill_tokens: The same between steps of many that decode; as the device says.
         num_kv_blocks: Blocks of 16 tokens in the KV cache; by default, as memory allows.
+        tensor_parallel_size: NeuronCores that each traced program spans.
     """
 
     device: str = "auto"
@@ -53,6 +55,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 512
     interleaved_prefill_tokens: int | None = None
     num_kv_blocks: int | None = None
+    tensor_parallel_size: int = 1
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=1))
@@ -111,6 +114,20 @@ class SeveralSampling(Sampling):
     """
 
     n: int = 1
+
+    def params(self) -> SamplingParams:
+        """Return them as the engine takes them.
+
+        Raises:
+            InvalidRequest: a value is out of range, or `n` are more than run at a time.
+        """
+        from aneuron.config import EngineConfig
+        from aneuron.errors import InvalidRequest
+
+        most = EngineConfig().max_num_seqs
+        if self.n > most:
+            raise InvalidRequest(f"n must be at most {most}, not {self.n}", param="n")
+        return Sampling.params(self)  # `super()` is lost where a class gets its slots
 
 
 FLAGS = {

@@ -7,15 +7,17 @@ One file per kind: `sim`, `cpu`; `profiles` says how long real devices take.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     import numpy as np
 
+    from aneuron.config import BatchShape
     from aneuron.futures import DeviceFuture
     from aneuron.plans import ModelInput, ModelSpec
 
@@ -25,13 +27,16 @@ __all__ = [
     "Device",
     "Executable",
     "Model",
+    "OwnsCores",
+    "PlacedModel",
     "SplitExecutable",
     "SplitModel",
     "open_device",
 ]
 
-DEVICE_NAMES = ("cpu", "sim", "sim:PROFILE")
-BUILTIN_DEVICES = ("cpu", "sim")  # a device of another name, of yours, runs what it is given
+DEVICE_NAMES = ("cpu", "neuron", "sim", "sim:PROFILE")
+# A device of another name, of yours, runs what it is given.
+BUILTIN_DEVICES = ("cpu", "neuron", "sim")
 
 
 class Executable(Protocol):
@@ -98,6 +103,32 @@ class SplitModel(Model, Protocol):
         """Return the parts of the executable for the bucket of these inputs."""
 
 
+@runtime_checkable
+class PlacedModel(Model, Protocol):
+    """A model whose executables and state are on one device from the start."""
+
+    def on(self, device: Any) -> Self:
+        """Return it on that device; `with_kv` comes after.
+
+        Raises:
+            ConfigError: the device is of another kind.
+        """
+
+    def warm_up(
+        self, shape: BatchShape, progress: Callable[[str, int, int | None], None] | None
+    ) -> None:
+        """Run every bucket once, on padding only, so that no request waits for a compile.
+
+        Args:
+            shape: the buckets.
+            progress: called as `progress("warm up", done, total)`.
+
+        Raises:
+            ConfigError: a program cannot be compiled.
+            DeviceError: a program failed.
+        """
+
+
 class Device(Protocol):
     """Runs executables first in, first out; never blocks the loop."""
 
@@ -149,6 +180,14 @@ class Device(Protocol):
         """Let queued work end, then the threads; the future resolves when they have."""
 
 
+@runtime_checkable
+class OwnsCores(Device, Protocol):
+    """A device whose cores are this process's alone from the moment a model is loaded."""
+
+    def disconnect(self) -> None:
+        """Give the cores back of a device that was never started; may block."""
+
+
 def open_device(name: str) -> Device:
     """Return a device by its name, `sim:PROFILE` being `sim` with a latency profile.
 
@@ -171,6 +210,10 @@ def open_device(name: str) -> Device:
             from aneuron.device.cpu import CpuDevice
 
             return CpuDevice()
+        case ["neuron"]:
+            from aneuron.device.neuron.found import open_neuron
+
+            return open_neuron()
     raise ConfigError(
         f"unknown device {name!r}; known are auto, {', '.join(DEVICE_NAMES)}", param="device"
     )

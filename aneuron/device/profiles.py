@@ -8,6 +8,7 @@ repository aws-neuron/aws-neuron-sdk; what others measured is named as theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aneuron.errors import ConfigError
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
     from aneuron.plans import ModelInput
 
-__all__ = ["PROFILES", "Figure", "Profile", "profile"]
+__all__ = ["FILE_SUFFIX", "PROFILES", "Figure", "Profile", "profile"]
+
+FILE_SUFFIX = ".json"  # of a profile in a file: `profile_files`
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +102,21 @@ class Profile:
 
 
 def profile(name: str, *, param: str = "profile") -> Profile:
-    """Return the profile of this name.
+    """Return the profile of this name, or the one that a .json file of this name holds.
 
     Raises:
         ConfigError: there is none; `param` is the setting that named it.
     """
+    if name.endswith(FILE_SUFFIX):
+        from aneuron.device.profile_files import load_profile
+
+        return load_profile(Path(name), param=param)
     if name not in PROFILES:
         known = ", ".join(PROFILES)
-        raise ConfigError(f"unknown latency profile {name!r}; known are {known}", param=param)
+        raise ConfigError(
+            f"unknown latency profile {name!r}; known are {known}, and {FILE_SUFFIX} files",
+            param=param,
+        )
     return PROFILES[name]
 
 

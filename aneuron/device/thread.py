@@ -186,7 +186,11 @@ class ThreadDevice:
 
     def _sibling(self, rank: int, num_ranks: int) -> Self:
         """Return another device of this kind, for a rank from 1 on."""
-        raise NotImplementedError
+        raise ConfigError(
+            f"device {self.label} has no sibling for rank {rank} of {num_ranks}: it must have "
+            "`_sibling()` for num_ranks over 1",
+            param="num_ranks",
+        )
 
     def _open_queue(self, loop: asyncio.AbstractEventLoop) -> JobQueue:
         """Start the threads, and return the queue that they take jobs from."""
@@ -242,6 +246,7 @@ class ThreadDevice:
 
     def _end(self, closed: DeviceFuture, copies: JobQueue | None) -> None:
         if copies is None:
+            self._shut_down()
             closed.post(None)
         else:
             copies.put(closed)  # the reader ends last
@@ -286,6 +291,7 @@ class ThreadDevice:
         while True:
             job = copies.get()
             if isinstance(job, DeviceFuture):
+                self._shut_down()
                 job.post(None)
                 return
             self._copy(job)
@@ -318,6 +324,9 @@ class ThreadDevice:
 
     def _enter_thread(self) -> None:
         """Prepare the calling thread, a new one of this device."""
+
+    def _shut_down(self) -> None:
+        """Let go of the device; called by the last thread to end, when all jobs have."""
 
     def _fail(self, future: DeviceFuture, error: Exception) -> DeviceError:
         """Resolve a future with the typed error for what was raised, and return that."""

@@ -16,7 +16,7 @@ from torch import nn
 from aneuron.models.rope import cos_sin, inverse_frequencies, rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aneuron.models.architecture import ModelConfig
 
@@ -56,11 +56,22 @@ class Decoder(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, *, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        """Make a decoder with weights that are not set yet.
+
+        Args:
+            config: of the model, or of one rank's part of it.
+            reduce: adds up what the ranks' attention and MLP give, [T, hidden_size]; None if
+                there is one rank.
+        """
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            _Layer(config, index, reduce) for index in range(config.num_layers)
+        )
         self.norm = _RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tied else _linear(config.hidden_size, config.vocab_size)
         inv_freq = inverse_frequencies(config.rope, config.head_dim)
@@ -174,8 +185,14 @@ class Decoder(nn.Module):
 class _Layer(nn.Module):
     """Attention and gated MLP, each with its norm and residual."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         super().__init__()
+        self.reduce = reduce
         self.input_norm = _RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = _Attention(config, index)
         self.post_norm = _RMSNorm(config.hidden_size, config.norm_eps)
@@ -184,8 +201,10 @@ class _Layer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, step: _Step, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), step, k_cache, v_cache)
-        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+        mixed: torch.Tensor = self.attention(self.input_norm(hidden), step, k_cache, v_cache)
+        hidden = hidden + (mixed if self.reduce is None else self.reduce(mixed))
+        fed: torch.Tensor = self.mlp(self.post_norm(hidden))
+        return hidden + (fed if self.reduce is None else self.reduce(fed))
 
 
 class _Attention(nn.Module):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from aneuron.config import MOST_CELLS
-from aneuron.device import BUILTIN_DEVICES, open_device
+from aneuron.config import MOST_CELLS, BatchShape
+from aneuron.device import BUILTIN_DEVICES, OwnsCores, PlacedModel, open_device
 from aneuron.errors import ConfigError
 from aneuron.models.simulated import SimModel, simulated_model
 from aneuron.models.tokenizer import ByteTokenizer, HFTokenizer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from aneuron.config import EngineConfig
     from aneuron.device import Device, Model
+    from aneuron.device.neuron import NeuronDevice
     from aneuron.models.catalog import Progress
     from aneuron.prompt import Tokenizer
 
@@ -37,6 +38,7 @@ class Loaded:
     tokenizer: Tokenizer
     num_blocks: int  # of the KV pool
     max_model_len: int
+    config: EngineConfig  # as the model's programs allow
 
 
 def load(
@@ -55,12 +57,36 @@ def load(
         OutOfMemory: the KV pool does not fit.
     """
     opened = _open_device(model, device)
+    try:
+        return _load(model, opened, config, tokenizer, revision, progress)
+    except BaseException:
+        if isinstance(opened, OwnsCores):
+            opened.disconnect()
+        raise
+
+
+def _load(
+    model: str | Model,
+    opened: Device,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    revision: str | None,
+    progress: Progress | None,
+) -> Loaded:
     path: Path | None = None
     if isinstance(model, str):
         if model.startswith("sim:"):
             model = simulated_model(model)
+        elif opened.name == "neuron":
+            from aneuron.models.neuron.compiled import load_neuron
+
+            device = cast("NeuronDevice", opened)  # nothing else has that name
+            model, path, config = load_neuron(
+                model, device, config, revision=revision, progress=progress
+            )
         else:
             model, path = _load_torch(model, config, revision, progress)
+    _check_ranks(model, config)
     _check_sampling(model, opened, config)
     _check_speculative(model, config)
     if tokenizer is None:
@@ -69,15 +95,25 @@ def load(
             model = _with_end_ids(model, tokenizer.eos_token_ids)
     limit = _length_limit(model, config)
     num_blocks = _pool_size(model, opened, config, limit)
-    num_ranks = config.num_ranks
-    num_slots = config.max_num_seqs * config.depth
-    return Loaded(
-        tuple(model.with_kv(num_blocks, config.block_size, num_slots) for _ in range(num_ranks)),
-        (opened, *(opened.for_rank(rank, num_ranks) for rank in range(1, num_ranks))),
-        tokenizer,
-        num_blocks,
-        limit,
-    )
+    devices = tuple(opened.for_rank(rank, config.num_ranks) for rank in range(config.num_ranks))
+    sizes = num_blocks, config.block_size, config.max_num_seqs * config.depth
+    models = tuple(_placed(model, one).with_kv(*sizes) for one in devices)
+    for one in models:
+        if isinstance(one, PlacedModel) and not config.enforce_eager:
+            one.warm_up(BatchShape.of(config, limit), progress)
+    return Loaded(models, devices, tokenizer, num_blocks, limit, config)
+
+
+def _placed(model: Model, device: Device) -> Model:
+    return model.on(device) if isinstance(model, PlacedModel) else model
+
+
+def _check_ranks(model: Model, config: EngineConfig) -> None:
+    if config.tensor_parallel_size > 1 and not isinstance(model, PlacedModel):
+        raise ConfigError(
+            "tensor_parallel_size is for traced programs on NeuronCores",
+            param="tensor_parallel_size",
+        )
 
 
 def _with_end_ids(model: Model, end_ids: tuple[int, ...]) -> Model:

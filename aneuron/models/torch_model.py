@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from aneuron.models.native.program import NativeSteps
     from aneuron.plans import BlockCopies, ModelInput
 
-__all__ = ["TorchModel", "as_torch_dtype", "default_threads"]
+__all__ = ["TorchModel", "as_torch_dtype", "default_threads", "eos_token_ids", "read_json"]
 
-# Computed in about the time of a decode step of 32 rows and 600 tokens of context.
-_INTERLEAVED_TOKENS = 64
+# Computed in less than the time of a decode step of 32 rows, also where their contexts are short.
+_INTERLEAVED_TOKENS = 48
 _CELLS = {1: np.uint8, 2: np.uint16, 4: np.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,15 +104,15 @@ class TorchModel:
         torch_dtype = as_torch_dtype(dtype)
         kv_dtype = torch.uint8 if kv_cache_dtype == "int8" else torch_dtype
         path = Path(path)
-        raw = _read_json(path / "config.json")
+        raw = read_json(path / "config.json")
         config = ModelConfig.from_dict(raw)
         generation = path / "generation_config.json"
-        sources = [_read_json(generation), raw] if generation.exists() else [raw]
+        sources = [read_json(generation), raw] if generation.exists() else [raw]
         spec = ModelSpec(
             name=name or path.name,
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len,
-            eos_token_ids=_eos_token_ids(sources, config.vocab_size),
+            eos_token_ids=eos_token_ids(sources, config.vocab_size),
             kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype),
             dtype=str(torch_dtype).removeprefix("torch."),
             has_slots=True,
@@ -254,7 +254,12 @@ def _has_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is another value; `param` is the file's name.
+    """
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -264,8 +269,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(sources: list[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Return the end ids of the first source that has some, as `transformers` does."""
+def eos_token_ids(sources: list[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """Return the end ids of the first source that has some, as `transformers` does.
+
+    Raises:
+        ConfigError: they are no ids.
+    """
     found = (source.get("eos_token_id") for source in sources)
     value: Any = next((ids for ids in found if ids is not None), [])
     ids = value if isinstance(value, list) else [value]

@@ -161,7 +161,8 @@ class RankGroup:
 def make_runner(config: EngineConfig, loaded: Loaded, shape: BatchShape) -> ModelRunner | RankGroup:
     """Return the runner of the one rank, or the group of several."""
     name = config.token_carry if config.async_scheduling else "host"
-    carry = make_carry(name, has_slots=loaded.models[0].spec.has_slots)
+    spec = loaded.models[0].spec
+    carry = make_carry(name, has_slots=spec.has_slots, bucket_edges=spec.bucket_edges)
     runners = [
         ModelRunner(
             device,

@@ -272,6 +272,13 @@ class ModelSpec:
     is_split: bool = False  # and come in two parts, too: forward and sampling; for hooks
     # Most prompt tokens in a step beside decodes, where time grows with each; None: any number.
     interleaved_prefill_tokens: int | None = None
+    max_prompts: int | None = None  # most prompts in a step; None: any number
+    can_fork: bool = True  # choices share a prompt's step; False: each computes it by itself
+    # Fields of `SamplingParams` that its sampling does not know.
+    unsupported_params: tuple[str, ...] = ()
+    greedy_only: bool = False
+    # Context lengths where the buckets of decodes end, of programs that must not be fed there.
+    bucket_edges: tuple[int, ...] = ()
 
 
 # ── device → runner ─────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ class BreakReason(StrEnum):
     COMPOSITION_CHANGED = "composition_changed"  # another set of requests than the future's
     SHAPE_MISMATCH = "shape_mismatch"
     DTYPE_MISMATCH = "dtype_mismatch"
+    BUCKET_EDGE = "bucket_edge"  # the context comes to the end of a traced program's bucket
     REORDERED = "reordered"  # gathered on the device: a sync fallback, but no await
     GRAMMAR = "grammar"  # a mask needs the token before
     HOOK = "hook"  # code of the user's must see the token first

@@ -57,6 +57,7 @@ class Scheduler:
         num_slots: int,
         clock: Callable[[], float],
         interleaved_prefill_tokens: int | None = None,
+        max_prompts: int | None = None,
         num_draft_tokens: int = 0,
     ) -> None:
         """Make an empty scheduler; `clock` gives the time in seconds for request records."""
@@ -70,7 +71,7 @@ class Scheduler:
         self._slots = SlotTable(num_slots)
         most = max_num_batched_tokens
         budget = most, min(interleaved_prefill_tokens or most, most)
-        self._prompts = Prompts(num_slots, kv, self._slots, budget)
+        self._prompts = Prompts(num_slots, kv, self._slots, budget, max_prompts)
         self._slots.on_release = self._prompts.give_back
         self._outcomes = Outcomes(
             self._slots,
@@ -80,7 +81,7 @@ class Scheduler:
             end_ids=self.eos_token_ids,
             clock=clock,
         )
-        self._admission = Admission(kv, self._slots, max_num_seqs=max_num_seqs)
+        self._admission = Admission(kv, self._slots, max_num_seqs, length_limit)
         self._queue = self._admission.queue
         self._decodes = Decodes(num_slots, self._slots.request_ids)
         self.speculation = Speculation(num_draft_tokens, self._slots, self._decodes, kv)

@@ -51,8 +51,14 @@ class Admission:
         leader_of: by slot, for choices that sleep: the one that computes their prompt.
     """
 
-    def __init__(self, kv: KVCacheManager, slots: SlotTable, *, max_num_seqs: int) -> None:
-        """Let in whom these slots and blocks allow, at most `max_num_seqs` at a time."""
+    def __init__(
+        self, kv: KVCacheManager, slots: SlotTable, max_num_seqs: int, length_limit: int
+    ) -> None:
+        """Let in whom these slots and blocks allow, at most `max_num_seqs` at a time.
+
+        Where a block holds the longest request, those that run never want another one.
+        """
+        self._grows = kv.blocks_for(length_limit) > 1
         self._kv = kv
         self._slots = slots
         self._max_num_seqs = max_num_seqs
@@ -97,7 +103,7 @@ class Admission:
         if (
             num_running + one.num_seats > self._max_num_seqs
             or one.num_seats > self._slots.num_free
-            or one.num_blocks + num_running > self._kv.num_free
+            or one.num_blocks + num_running * self._grows > self._kv.num_free
         ):
             return False
         return request.state is not RequestState.PREEMPTED or not any(
@@ -129,7 +135,7 @@ class Admission:
         return victims
 
     def _would_fit(self, one: Candidate, num_running: int, coming: int) -> bool:
-        room = self._kv.num_free + coming - num_running
+        room = self._kv.num_free + coming - num_running * self._grows
         return num_running + one.num_seats <= self._max_num_seqs and one.num_blocks <= room
 
     def admit(self, one: Candidate) -> NewRequest:

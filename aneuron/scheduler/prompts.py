@@ -32,9 +32,10 @@ _UNKNOWN = -(2**30)  # tokens written; far enough below 0 for whatever is added
 class Chunks:
     """What one step computes of prompts: at most `budget` tokens, without much padding."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, max_prompts: int | None = None) -> None:
         """Begin with nothing."""
         self._most_padded = _MAX_PADDING * budget
+        self._max_prompts = max_prompts
         self.left = budget
         self._longest = 0
         self.slots: list[int] = []
@@ -42,6 +43,8 @@ class Chunks:
 
     def room_for(self, num_tokens: int) -> int:
         """Return how many of these tokens fit in as one more row; 0 if the row does not."""
+        if len(self.counts) == self._max_prompts:
+            return 0
         count = min(num_tokens, self.left)
         padded = (len(self.counts) + 1) * max(self._longest, count)
         return count if padded <= self._most_padded or not self.counts else 0
@@ -58,10 +61,24 @@ class Prompts:
     """Columns over slots, int32: tokens planned, tokens of steps that resolved, and the end."""
 
     def __init__(
-        self, num_slots: int, kv: KVCacheManager, slots: SlotTable, budget: tuple[int, int]
+        self,
+        num_slots: int,
+        kv: KVCacheManager,
+        slots: SlotTable,
+        budget: tuple[int, int],
+        max_prompts: int | None = None,
     ) -> None:
-        """Make empty columns; the budget is that of `chunks`: alone, and between decodes."""
+        """Make empty columns.
+
+        Args:
+            num_slots: of the columns.
+            kv: whose blocks they fill.
+            slots: who holds them.
+            budget: tokens of a step that computes nothing else, and of one between decodes.
+            max_prompts: in a step; None is any number.
+        """
         self._most, self._most_between = budget
+        self._max_prompts = max_prompts
         self._kv = kv
         self._slots = slots
         self.planned = np.zeros(num_slots, np.int32)
@@ -86,7 +103,8 @@ class Prompts:
         """
         waiting = num_waiting + int((self.end - self.planned)[self.unfinished].sum())
         between = max(self._most_between, waiting // _STEPS_TO_WAIT)
-        return Chunks(max(min(between, self._most), self._most // max(1, num_decodes)))
+        budget = max(min(between, self._most), self._most // max(1, num_decodes))
+        return Chunks(budget, self._max_prompts)
 
     def resume(self, slot: int, chunks: Chunks) -> None:
         """Go on with a prompt that was cut."""

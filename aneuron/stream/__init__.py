@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from asyncio import CancelledError, current_task
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aneuron.errors import AneuronError, InternalError
 from aneuron.outputs import Completion, FinishReason, Token, Usage
 from aneuron.stream.consumers import Consumers
+from aneuron.stream.misuse import AsyncEntered, TokensAwaited
 from aneuron.stream.reader import ChoiceReader, StopWatch, is_settled, timing_of, wait_settled
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from aneuron.prompt import Tokenizer
     from aneuron.request import Request
 
-__all__ = ["Consumers", "StopWatch", "StreamOwner", "TokenStream"]
+__all__ = ["AsyncEntered", "Consumers", "StopWatch", "StreamOwner", "TokenStream"]
 
 _BUSY = "another task consumes this TokenStream; a stream has one consumer"
 _YIELD_EVERY = 64  # ready tokens that a stream gives before it lets others run
@@ -41,7 +42,7 @@ class StreamOwner(Protocol):
         """End a request from outside: ABORT forgets it, STOP keeps what there is."""
 
 
-class TokenStream:
+class TokenStream(TokensAwaited):
     """One request's answer: iterate it for tokens, await it for the whole, or enter it.
 
     `async for token in stream` gives each `Token`; the last has a `finish_reason`.
@@ -110,9 +111,6 @@ class TokenStream:
         return Usage(request.prompt_len, num_tokens, request.cached_tokens or 0)
 
     # ── iterating ───────────────────────────────────────────────────────────────────────
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError("tokens are awaited: `async for token in stream`, or `await stream`")
 
     def __aiter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aneuron.errors import AneuronError, DeviceError, EngineClosed, InvalidRequest, Overloaded
 from aneuron.stream import Consumers, TokenStream
+from aneuron.stream.misuse import AnswersIterated
 from aneuron.stream.reader import is_settled
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CompletionStream"]
 
 
-class CompletionStream:
+class CompletionStream(AnswersIterated):
     """Answers to many prompts, each as it is finished: `(index of the prompt, Completion)`.
 
     A bounded number of prompts is submitted at a time. A prompt that is refused, or an

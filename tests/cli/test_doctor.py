@@ -18,6 +18,7 @@ from aneuron.cli.doctor import facts as facts_module
 from aneuron.cli.doctor import limits
 from aneuron.cli.doctor.checks import Check, diagnose
 from aneuron.cli.doctor.facts import EXTRAS, Facts, Probe, gather
+from aneuron.device.neuron.found import Found
 from aneuron.models.native import build
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ GOOD = Facts(
         **dict.fromkeys(PACKAGES, "9.0"),
         **{name: "1.0" for names in EXTRAS.values() for name in names},
         "uvloop": "0.22",
-        "torch-neuronx": None,
     },
     known_devices=("cpu", "sim"),
     cpu_model="Big CPU",
@@ -49,7 +49,9 @@ GOOD = Facts(
     cache_dir="/cache",
     cache_bytes=10**9,
     disk_free_bytes=10**12,
-    torch=Probe(threads=64),
+    torch=Probe(
+        threads=64, neuron=Found(None, {}, (), (), "no Neuron runtime is installed", "install it")
+    ),
     open_files=(1024, 1_000_000),
 )
 
@@ -164,8 +166,6 @@ def test_variables_that_slow_down_are_pointed_out(name: str, value: str, advice:
 # ── devices ─────────────────────────────────────────────────────────────────────────────
 
 GPU = {"nvidia_files": ("/dev/nvidia0",), "known_devices": ("cpu", "cuda", "sim")}
-LIKE_CHIP = {"known_devices": ("cpu", "neuron", "sim")}
-CHIP = {"neuron_files": ("/dev/neuron0",), "known_devices": ("cpu", "neuron", "sim")}
 
 
 @pytest.mark.parametrize(
@@ -208,27 +208,59 @@ def test_a_variable_that_hides_the_gpus_is_pointed_out() -> None:
     assert told.advice == "it hides all GPUs"
 
 
-def neuron(version: str | None) -> dict[str, str | None]:
-    return {**GOOD.versions, "torch-neuronx": version}
+NO_NEURON = Found(None, {}, (), (), "no Neuron runtime is installed", "install it")
+PLACEHOLDER = replace(
+    NO_NEURON,
+    versions={"torch-neuronx": "1.0"},
+    placeholders=("torch-neuronx",),
+    why_not="torch-neuronx 1.0 is a placeholder",
+)
+CHIP = Found("nxd", {"torch-neuronx": "2.9"}, (), ("/dev/neuron0",), "", "")
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "found"),
+    ("found", "status", "said", "advice"),
     [
-        ({}, "note", "this version has no such device"),
-        (LIKE_CHIP, "note", "there is no /dev/neuron*"),
-        ({**LIKE_CHIP, "versions": neuron("1.0")}, "note", "the public index's placeholder"),
-        ({"neuron_files": ("/dev/neuron0",)}, "note", "this version has no such device"),
-        (CHIP, "warning", "is not installed"),
-        ({**CHIP, "versions": neuron("1.0")}, "warning", "is a placeholder"),
-        ({**CHIP, "versions": neuron("2.9")}, "ok", "can run models on 1 devices"),
-        ({**CHIP, "torch": Probe(neuron=True)}, "ok", "can run models on 1 devices"),
+        (None, "note", "it cannot be found out: nobody has looked", ""),
+        ("OSError: libnrt", "note", "it cannot be found out: OSError: libnrt", ""),
+        (NO_NEURON, "note", "cannot: no Neuron runtime is installed", ""),
+        (PLACEHOLDER, "note", "cannot: torch-neuronx 1.0 is a placeholder", "install it"),
+        (
+            replace(NO_NEURON, device_files=("/dev/neuron0",)),
+            "warning", "cannot: no Neuron runtime is installed (1 devices)", "install it",
+        ),
+        (
+            replace(CHIP, device_files=(), why_not="no /dev/neuron*", advice="the driver"),
+            "warning", "cannot: no /dev/neuron*", "the driver",
+        ),
+        (CHIP, "ok", "can run models: NxD on torch-xla (torch-neuronx 2.9), 1 devices", ""),
     ],
-)
-def test_neuron(changes: dict[str, Any], status: str, found: str) -> None:
-    told = check("device neuron", **changes)
-    assert told.status == status
-    assert found in told.found
+)  # fmt: skip
+def test_neuron(found: Found | str | None, status: str, said: str, advice: str) -> None:
+    told = check("device neuron", torch=Probe(neuron=found))
+    assert (told.status, told.found, told.advice) == (status, said, advice)
+
+
+def test_variables_of_neuron_that_do_nothing_are_pointed_out() -> None:
+    name = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
+    stale = check(name, variables={name: "2"})
+    assert (stale.status, stale.found) == ("warning", "is set to '2'")
+    assert "from SDK 2.31 on" in stale.advice
+    off = check("NEURON_LAUNCH_BLOCKING", variables={"NEURON_LAUNCH_BLOCKING": "0"})
+    assert (off.status, off.advice) == ("note", "")
+
+
+def test_neuron_is_looked_for_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = set(sys.modules)
+    told = facts_module._end_probe(facts_module._start_probe())
+    assert isinstance(told.neuron, Found)
+    assert told.neuron.generation is None
+    assert not {"torch_neuronx", "libtorch_neuronx_lite"} & (set(sys.modules) - here)
+    broken = facts_module._PROBE.replace("import find", "import nothing")
+    wrong = probed(broken, monkeypatch)
+    assert wrong.error is None
+    assert isinstance(wrong.neuron, str)
+    assert wrong.neuron.startswith("ImportError: cannot import name 'nothing'")
 
 
 def test_the_simulated_device_works_anywhere() -> None:

@@ -2,12 +2,14 @@
 
 Comes in: nothing but the machine. Goes out: a table on stdout, or with `--json` one JSON
 object; status 0 if the default device works, else 1. `facts` asks the machine, `checks` judges
-what it said.
+what it said. With `--probe` a Neuron device is measured (`probe`, on a small model of `rig`), and
+the `report` goes out.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path  # noqa: TC003  (the command line makes one)
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -15,6 +17,7 @@ from cyclopts import Parameter
 from aneuron.cli.doctor.checks import WORST, diagnose
 from aneuron.cli.doctor.facts import gather
 from aneuron.cli.terminal import show_json
+from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from aneuron.cli.doctor.checks import Check
@@ -24,12 +27,24 @@ __all__ = ["doctor"]
 _MARKS = {"ok": "[green]ok[/]", "note": "--", "warning": "[yellow]warning[/]", "no": "[red]no[/]"}
 
 
-def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
+def doctor(
+    *,
+    probe: Annotated[bool, Parameter(negative="")] = False,
+    profile: Path | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
     """Tell what this machine can run, and why not; status 0 if the default device works.
 
     Args:
-        as_json: Print one JSON object in place of the table.
+        probe: Measure the Neuron device for some minutes, and print a report for an issue.
+        profile: With --probe: write a latency profile, to be played with --device sim:FILE.json.
+        as_json: Print one JSON object in place of the table, or of the report.
     """
+    if probe:
+        _probe(profile, as_json=as_json)
+        return 0
+    if profile is not None:
+        raise ConfigError("a profile is what --probe measures: pass that, too", param="profile")
     facts = gather()
     checks = diagnose(facts)
     works = next(one for one in checks if one.name == "device cpu").status != WORST
@@ -44,6 +59,26 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = 
     else:
         _show(checks)
     return 0 if works else 1
+
+
+def _probe(profile: Path | None, *, as_json: bool) -> None:
+    from aneuron.cli.doctor import report
+    from aneuron.cli.doctor.probe import probe
+    from aneuron.cli.loading import reporting
+    from aneuron.device.neuron.found import find, open_neuron
+    from aneuron.device.profile_files import check_writable, save_profile
+
+    if profile is not None:
+        check_writable(profile)
+    device = open_neuron()
+    with reporting("probe", quiet=as_json) as progress:
+        findings = probe(device, progress)
+    if profile is not None:
+        save_profile(report.as_profile(findings, profile.stem), profile)
+    if as_json:
+        show_json(asdict(findings))
+    else:
+        print(report.markdown(findings, str(find())), end="")
 
 
 def _show(checks: list[Check]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aneuron.cli.doctor.facts import EXTRAS
 from aneuron.cli.models.listing import size_text
+from aneuron.device.neuron import environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +198,8 @@ def _about(name: str, value: str, facts: Facts) -> str:
         return "asyncio's debug mode is slow: unset it"
     if name == "CUDA_VISIBLE_DEVICES" and value in ("", "-1") and facts.nvidia_files:
         return "it hides all GPUs"
-    return ""
+    neuron = environment.VARIABLES.get(name)
+    return neuron.advice if neuron is not None and value not in ("", "0") else ""
 
 
 # ── devices ─────────────────────────────────────────────────────────────────────────────
@@ -244,18 +246,14 @@ def _device_cuda(facts: Facts) -> Check:
 
 
 def _device_neuron(facts: Facts) -> Check:
-    version = facts.versions.get("torch-neuronx")
-    is_placeholder = version is not None and version.partition(".")[0] in ("0", "1")
-    if "neuron" not in facts.known_devices:
-        seen = f" ({len(facts.neuron_files)} devices)" if facts.neuron_files else ""
-        return Check("device neuron", "note", f"cannot: this version has no such device{seen}")
-    if not facts.neuron_files:
-        more = "; torch-neuronx is the public index's placeholder" if is_placeholder else ""
-        found = f"cannot: there is no /dev/neuron*{more}"
-        return Check("device neuron", "note", found)
-    chips = f"{len(facts.neuron_files)} devices"
-    if is_placeholder or (version is None and not facts.torch.neuron):
-        what = "is a placeholder" if is_placeholder else "is not installed"
-        advice = "install torch-neuronx from AWS's own package index"
-        return Check("device neuron", "warning", f"cannot: torch-neuronx {what}; {chips}", advice)
-    return Check("device neuron", "ok", f"can run models on {chips}, torch-neuronx {version}")
+    found = facts.torch.neuron
+    if found is None or isinstance(found, str):
+        why = found or facts.torch.error or "nobody has looked"
+        return Check("device neuron", "note", f"it cannot be found out: {why}")
+    if found.why_not:
+        # A note where there is nothing of it, which is no fault.
+        status = "warning" if found.device_files or found.generation is not None else "note"
+        seen = f" ({len(found.device_files)} devices)" if found.device_files else ""
+        advice = found.advice if status == "warning" or found.placeholders else ""
+        return Check("device neuron", status, f"cannot: {found.why_not}{seen}", advice)
+    return Check("device neuron", "ok", f"can run models: {found}")

@@ -21,6 +21,8 @@ from typing import Any
 
 from aneuron.cli.doctor import limits
 from aneuron.device import DEVICE_NAMES
+from aneuron.device.neuron import environment
+from aneuron.device.neuron.found import Found
 from aneuron.models.files.cache import cache_dir
 from aneuron.models.native import build
 
@@ -33,16 +35,16 @@ EXTRAS = {
     "otel": ("opentelemetry-api",),
 }
 _NEEDED = ("aneuron", "torch", "transformers", "tokenizers", "safetensors", "anyio", "numpy")
-_PACKAGES = (*_NEEDED, "uvloop", "torch-neuronx", "torch-xla")
+_PACKAGES = (*_NEEDED, "uvloop")
 _VARIABLES = (
     "ANEURON_CACHE_DIR", "ANEURON_LOG", "ANEURON_NATIVE_DIR", "CXX", "CUDA_VISIBLE_DEVICES",
-    "HF_HUB_OFFLINE", "KMP_AFFINITY", "LD_PRELOAD", "MKL_NUM_THREADS", "NEURON_RT_VISIBLE_CORES",
-    "OMP_NUM_THREADS", "OMP_PROC_BIND", "PYTHONASYNCIODEBUG",
+    "HF_HUB_OFFLINE", "KMP_AFFINITY", "LD_PRELOAD", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
+    "OMP_PROC_BIND", "PYTHONASYNCIODEBUG", *environment.VARIABLES,
 )  # fmt: skip
 _PROBE_S = 20.0
 _PROBE = """
 import json, os
-told = {"error": None, "cuda": None, "devices": [], "neuron": False, "threads": None}
+told = {"error": None, "cuda": None, "devices": [], "neuron": None, "threads": None}
 try:
     import torch
     told["cuda"] = torch.version.cuda
@@ -50,9 +52,14 @@ try:
     if torch.version.cuda and torch.cuda.is_available():
         count = torch.cuda.device_count()
         told["devices"] = [torch.cuda.get_device_name(at) for at in range(count)]
-    told["neuron"] = hasattr(torch, "neuron")
 except BaseException as error:
     told["error"] = f"{type(error).__name__}: {error}"[:300]
+try:
+    from dataclasses import asdict
+    from aneuron.device.neuron.found import find
+    told["neuron"] = asdict(find())
+except BaseException as error:
+    told["neuron"] = f"{type(error).__name__}: {error}"[:300]
 print(json.dumps(told), flush=True)
 os._exit(0)
 """
@@ -66,14 +73,14 @@ class Probe:
         error: why it cannot be imported; None if it can.
         cuda: the CUDA version that it is built for.
         devices: names of the GPUs that it sees.
-        neuron: it has a device of that name.
+        neuron: what there is of AWS Neuron; or why that cannot be found out.
         threads: that it computes with by default.
     """
 
     error: str | None = None
     cuda: str | None = None
     devices: tuple[str, ...] = ()
-    neuron: bool = False
+    neuron: Found | str | None = None
     threads: int | None = None
 
 
@@ -255,7 +262,7 @@ def _disk_free(folder: Path) -> int | None:
     return None
 
 
-# ── torch ───────────────────────────────────────────────────────────────────────────────
+# ── torch and Neuron ────────────────────────────────────────────────────────────────────
 
 
 def _start_probe() -> subprocess.Popen[str] | str:
@@ -285,6 +292,14 @@ def _end_probe(process: subprocess.Popen[str] | str) -> Probe:
             raise
     try:
         told = json.loads(out.strip().split("\n")[-1])
-        return Probe(**{**told, "devices": tuple(told["devices"])})
+        told["devices"] = tuple(told["devices"])
+        if isinstance(told["neuron"], dict):
+            told["neuron"] = _found(told["neuron"])
+        return Probe(**told)
     except (ValueError, TypeError, KeyError):
         return Probe(error=f"its import ends the process with status {process.returncode}")
+
+
+def _found(told: dict[str, Any]) -> Found:
+    lists: Any = {name: tuple(one) for name, one in told.items() if isinstance(one, list)}
+    return Found(**{**told, **lists})

@@ -1,0 +1,363 @@
+"""`aneuron doctor --probe`: what only hardware can tell, measured on a Neuron device.
+
+Comes in: a device. Goes out: `Findings`. What may leave the device in a bad state, more launches
+unread than it bears, comes last. It blocks for minutes, most of them compiling.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aneuron.cli.doctor.rig import Rig, Size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aneuron.device.neuron.device import NeuronDevice
+    from aneuron.device.neuron.raw import Launched
+    from aneuron.models.catalog import Progress
+
+__all__ = ["Depth", "Events", "Findings", "Gil", "Timing", "probe"]
+
+_SHORT_S = 0.002  # of a call beside which nothing can be counted
+_MOST_UNREAD = 70  # the runtime's own limit is 63
+_MOST_UNREAD_NXD = 5
+_NEVER = threading.Event()  # nobody sets it: a wait with a time is a pause
+_NO_EVENTS = "this runtime has no events"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians of one program, in seconds.
+
+    Attributes:
+        name: of it, such as `decode[8 rows]`.
+        size: rows of a decode, tokens of a prefill.
+        is_decode: which of the two it is.
+        launch_s: until the launch returned.
+        read_s: until its ids were on the host after that.
+    """
+
+    name: str
+    size: int
+    is_decode: bool
+    launch_s: float
+    read_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of both."""
+        return self.launch_s + self.read_s
+
+
+@dataclass(frozen=True, slots=True)
+class Gil:
+    """How fast a thread of Python counted beside a call, as a share of what it does alone.
+
+    Attributes:
+        read: beside a blocking read; None if that is too short.
+        launch: beside a launch, likewise.
+    """
+
+    read: float | None
+    launch: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What events are there.
+
+    Attributes:
+        exist: whether the runtime has them.
+        before: what `query()` said right behind a launch; why not, if it did not.
+        after: what it said when that had been read.
+    """
+
+    exist: bool
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """What came of launches that nobody read, each fed by the one before.
+
+    Attributes:
+        launches_s: seconds of each launch that was made.
+        refusal: what the launch behind them raised; "" if none did.
+        reads: of each, in order: "right", "other ids", or what its read raised.
+        can_tell: whether the right ids of any two launches differ, so that one in the place of
+            another would show.
+    """
+
+    launches_s: tuple[float, ...]
+    refusal: str
+    reads: tuple[str, ...]
+    can_tell: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that was found out.
+
+    Attributes:
+        kind, version: of the runtime.
+        queue_depth: that it says; None if it does not.
+        timings: of each program.
+        sync_step_s: a decode of the most rows, each read before the next is launched.
+        async_step_s: the same with one launched ahead.
+        copy_s: reading ids, long after their program ended.
+        copied_ids: how many they are.
+        gil, events, depth: see there.
+        total_s: that it took, compiling included.
+    """
+
+    kind: str
+    version: str
+    queue_depth: int | None
+    timings: tuple[Timing, ...]
+    sync_step_s: float
+    async_step_s: float
+    copy_s: float
+    copied_ids: int
+    gil: Gil
+    events: Events
+    depth: Depth
+    total_s: float
+
+    @property
+    def longest(self) -> Timing:
+        """The program whose launches tell most: of traced programs a prefill is always read."""
+        told = [one for one in self.timings if one.is_decode or self.kind == "native"]
+        return max(told, key=lambda one: one.total_s)
+
+    @property
+    def returns_early(self) -> bool:
+        """Whether a launch returns before its program has ended."""
+        return self.longest.launch_s < self.longest.read_s
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds that a step costs beyond its program when the host waits for it."""
+        return max(0.0, self.sync_step_s - self.async_step_s)
+
+
+def probe(
+    device: NeuronDevice,
+    progress: Progress,
+    *,
+    size: Size | None = None,
+    repeats: int = 7,
+    steps: int = 24,
+) -> Findings:
+    """Measure a device, and give its cores back.
+
+    Args:
+        device: that no engine has open.
+        progress: told how far it is.
+        size: of the model that it runs.
+        repeats: of each measurement.
+        steps: of each chain of decodes.
+
+    Raises:
+        ConfigError: the model does not compile.
+        DeviceError: the cores cannot be had, or a program failed.
+    """
+    started_s = perf_counter()
+    try:
+        rig = Rig(device, size or Size(), progress)
+        rows, raw = rig.row_sizes[-1], device.raw
+        progress("measure", 0, None)
+        timings = _timings(rig, repeats)
+        sync_s, async_s = _steps(rig, rows, steps)
+        copy_s = _copy(rig, rows, repeats)
+        gil, events = _gil(rig, rows, repeats), _events(rig, rows)
+        depth = _depth(rig, rows)
+        version = getattr(device.compiler or raw, "version", "")
+        return Findings(
+            kind=device.kind,
+            version=version,
+            queue_depth=getattr(raw, "queue_depth", None),
+            timings=timings,
+            sync_step_s=sync_s,
+            async_step_s=async_s,
+            copy_s=copy_s,
+            copied_ids=rows,
+            gil=gil,
+            events=events,
+            depth=depth,
+            total_s=perf_counter() - started_s,
+        )
+    finally:
+        with suppress(RuntimeError):  # by now it may be in no good state
+            device.disconnect()
+
+
+def _timings(rig: Rig, repeats: int) -> tuple[Timing, ...]:
+    ids, found = rig.begin(rig.row_sizes[-1]), []
+    for rows in rig.row_sizes:
+        launch = partial(rig.decode, 0, rows, ids[:rows])
+        times = _medians(launch, repeats)
+        found.append(Timing(f"decode[{rows} rows]", rows, True, *times))  # noqa: FBT003
+    for tokens in rig.size.tokens:
+        # One less than the bucket: of a full one NxDI takes the next.
+        times = _medians(partial(rig.prefill, tokens - 1), repeats)
+        found.append(Timing(f"prefill[{tokens} tokens]", tokens, False, *times))  # noqa: FBT003
+    return tuple(found)
+
+
+def _medians(launch: Callable[[], Launched], repeats: int) -> tuple[float, float]:
+    """Return seconds of a launch, and of the read behind it."""
+    launches, reads = [], []
+    for _ in range(repeats):
+        start_s = perf_counter()
+        launched = launch()
+        launched_s = perf_counter()
+        launched.read()
+        reads.append(perf_counter() - launched_s)
+        launches.append(launched_s - start_s)
+    return median(launches), median(reads)
+
+
+def _steps(rig: Rig, rows: int, steps: int) -> tuple[float, float]:
+    """Return seconds a step: read before the next launch, and with one launched ahead."""
+    ids: Any = rig.begin(rows)
+    start_s = perf_counter()
+    for step in range(steps):
+        ids = rig.decode(step, rows, ids).read()
+    sync_s = (perf_counter() - start_s) / steps
+    ids = rig.begin(rows)
+    start_s = perf_counter()
+    newest = rig.decode(0, rows, ids)
+    for step in range(1, steps):
+        before, newest = newest, rig.decode(step, rows, newest)
+        before.read()
+    newest.read()
+    return sync_s, (perf_counter() - start_s) / steps
+
+
+def _copy(rig: Rig, rows: int, repeats: int) -> float:
+    """Return seconds of a read whose program ended long before."""
+    ids, taken = rig.begin(rows), []
+    for _ in range(repeats):
+        start_s = perf_counter()
+        rig.decode(0, rows, ids).read()
+        whole_s = perf_counter() - start_s
+        launched = rig.decode(0, rows, ids)
+        _NEVER.wait(2 * whole_s)
+        start_s = perf_counter()
+        launched.read()
+        taken.append(perf_counter() - start_s)
+    return median(taken)
+
+
+def _gil(rig: Rig, rows: int, repeats: int) -> Gil:
+    """Count in a thread beside launches and reads of the longest program there is."""
+    tokens, ids = rig.size.tokens[-1] - 1, rig.begin(rows)
+    is_native = rig.device.kind == "native"  # of others a prefill is read where it is launched
+
+    def launch() -> Launched:
+        return rig.prefill(tokens) if is_native else rig.decode(0, rows, ids)
+
+    beside_launch, beside_read = [], []
+    for _ in range(repeats):
+        launched, *counted = _counted(launch)
+        beside_launch.append(counted)
+        _, *counted = _counted(launched.read)
+        beside_read.append(counted)
+    return Gil(_share(beside_read), _share(beside_launch))
+
+
+def _share(counted: list[list[Any]]) -> float | None:
+    """Return the speed of counting as a share of what it is alone; None if it was too short."""
+    count, took_s = (sum(column) for column in zip(*counted, strict=True))
+    if took_s < _SHORT_S * len(counted):
+        return None
+    _, alone, alone_s = _counted(partial(_NEVER.wait, took_s))
+    return float(count / took_s / (alone / alone_s))
+
+
+def _counted(call: Callable[[], Any]) -> tuple[Any, int, float]:
+    """Return what a call gave, how far a thread counted beside it, and how long it took."""
+    count, is_over, has_begun = 0, False, threading.Event()
+
+    def work() -> None:
+        nonlocal count
+        has_begun.set()
+        while not is_over:
+            count += 1
+
+    thread = threading.Thread(target=work, name="aneuron-probe", daemon=True)
+    thread.start()
+    has_begun.wait()
+    before, start_s = count, perf_counter()
+    try:
+        result = call()
+    finally:
+        took_s, after = perf_counter() - start_s, count
+        is_over = True
+        thread.join()
+    return result, after - before, took_s
+
+
+def _events(rig: Rig, rows: int) -> Events:
+    raw: Any = rig.device.raw
+    if not getattr(raw, "has_events", False):
+        return Events(exist=False, before=_NO_EVENTS, after=_NO_EVENTS)
+    launched = rig.decode(0, rows, rig.begin(rows))
+    event = raw.record_event()
+    before = _query(event)
+    launched.read()
+    return Events(exist=True, before=before, after=_query(event))
+
+
+def _query(event: Any) -> str:
+    query = getattr(event, "query", None)
+    if query is None:
+        return "the event has no query()"
+    try:
+        return str(query())
+    except Exception as error:  # noqa: BLE001  whatever comes is the finding
+        return _told(error)
+
+
+def _depth(rig: Rig, rows: int) -> Depth:
+    """Launch more than the runtime may bear, then read all; compare with one by one."""
+    depth = getattr(rig.device.raw, "queue_depth", None)
+    most = _MOST_UNREAD_NXD if depth is None else min(depth + 2, _MOST_UNREAD)
+    ids, right = rig.begin(rows), []
+    for step in range(most):
+        ids = rig.decode(step, rows, ids).read()
+        right.append(ids)
+    made: list[Launched] = []
+    launches_s, refusal, feed = [], "", rig.begin(rows)
+    for step in range(most):
+        start_s = perf_counter()
+        try:
+            made.append(rig.decode(step, rows, made[-1] if made else feed))
+        except Exception as error:  # noqa: BLE001  whatever comes is the finding
+            refusal = _told(error)
+            break
+        launches_s.append(perf_counter() - start_s)
+    reads = tuple(_read(one, expected) for one, expected in zip(made, right, strict=False))
+    differ = len({tuple(one.tolist()) for one in right}) == len(right)
+    return Depth(tuple(launches_s), refusal, reads, differ)
+
+
+def _read(launched: Launched, right: np.ndarray) -> str:
+    try:
+        return "right" if np.array_equal(launched.read(), right) else "other ids"
+    except Exception as error:  # noqa: BLE001  whatever comes is the finding
+        return _told(error)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]

@@ -1,0 +1,132 @@
+"""Native PyTorch on hardware: `NativeRaw` over libtorch_neuronx_lite or TorchNeuron.
+
+Comes in: host tensors, functions. Goes out: device tensors, compiled graphs. One call of theirs
+for one of ours. Only hardware can show that a copy to the device does not wait, and what an
+event's `query` says before its time: `aneuron doctor --probe`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["LITE", "TORCH_NEURON", "NativeRuntime"]
+
+LITE: Literal["lite"] = "lite"
+TORCH_NEURON: Literal["torch_neuron"] = "torch_neuron"
+
+_BACKENDS = {LITE: "neuron_libtorch", TORCH_NEURON: "neuron"}
+_PACKAGES = {
+    LITE: ("torch", "libtorch-neuronx-lite", "neuronx-cc"),
+    TORCH_NEURON: ("torch", "torch-neuronx", "neuronx-cc"),
+}
+_VARIABLES = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE")
+_DEPTH = "NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS"
+_DEFAULT_DEPTH, _MOST_DEPTH = 8, 63  # of the runtime, which lowers what is above
+_MOST_SHAPES = 4096  # of one graph
+
+
+class NativeRuntime:
+    """One NeuronCore as a PyTorch device.
+
+    Args:
+        generation: which runtime is there; `found` tells.
+        index: of the core.
+
+    Attributes:
+        index: of the core.
+        has_events: whether it has `torch.neuron.Event`, which the lite runtime lacks.
+        queue_depth: launches that it takes before it refuses.
+        version: of all that a compiled graph depends on.
+    """
+
+    def __init__(
+        self, generation: Literal["lite", "torch_neuron"] = TORCH_NEURON, index: int = 0
+    ) -> None:
+        """Register the device with torch; no core is taken yet."""
+        if generation == LITE:
+            import libtorch_neuronx_lite  # noqa: F401  (its import registers the device)
+        self._generation = generation
+        self._device = torch.device("neuron", index)
+        self.index = index
+        self.has_events = generation == TORCH_NEURON and hasattr(_neuron(), "Event")
+        asked = os.environ.get(_DEPTH, "")
+        self.queue_depth = min(int(asked), _MOST_DEPTH) if asked.isdecimal() else _DEFAULT_DEPTH
+        packages = [f"{name}-{_version(name)}" for name in _PACKAGES[generation]]
+        variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+        self.version = " ".join((*packages, *variables))
+
+    def at(self, index: int) -> Self:
+        """Return the same runtime on another core."""
+        return type(self)(self._generation, index)
+
+    def to_device(self, tensor: torch.Tensor, *, non_blocking: bool = True) -> torch.Tensor:
+        """Queue the copy of a host tensor; see `NativeRaw.to_device`."""
+        return tensor.to(self._device, non_blocking=non_blocking)
+
+    def compile(
+        self,
+        fn: Callable[..., Any],
+        *,
+        fullgraph: bool = True,
+        dynamic: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return a graph of `torch.compile`; see `NativeRaw.compile`."""
+        # Each bucket has shapes of its own, and torch gives a function up after eight of them.
+        config = torch._dynamo.config  # noqa: SLF001  public, but for its name
+        config.recompile_limit = max(config.recompile_limit, _MOST_SHAPES)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _MOST_SHAPES)
+        return torch.compile(
+            fn,
+            backend=_BACKENDS[self._generation],
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            options=None if options is None else dict(options),
+        )
+
+    def call(self, graph: Any, *tensors: torch.Tensor) -> Any:
+        """Launch a graph; see `NativeRaw.call`."""
+        return graph(*tensors)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Wait for a device tensor and copy it; see `NativeRaw.to_host`."""
+        return tensor.to("cpu")
+
+    def record_event(self) -> Any:
+        """Return an event behind all launches so far; see `NativeRaw.record_event`."""
+        event = _neuron().Event()
+        event.record()
+        return event
+
+    def synchronize(self, event: Any) -> None:
+        """Wait for an event; see `NativeRaw.synchronize`."""
+        event.synchronize()
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Return bytes by keys; empty on the lite runtime, which does not tell."""
+        stats = getattr(_neuron(), "memory_stats", None)
+        return {} if stats is None else dict(stats(self._device))
+
+    def close(self) -> None:
+        """Let the core's allocator give back what it holds; the process keeps the core."""
+        empty = getattr(_neuron(), "empty_cache", None)
+        if empty is not None:
+            empty()
+
+
+def _neuron() -> Any:
+    return getattr(torch, "neuron", None)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
