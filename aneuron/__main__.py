@@ -14,7 +14,8 @@ def main() -> None:
     """Run the command line of this process, and exit with its status."""
     fault = _set_up_logging(os.environ.get("ANEURON_LOG", ""))
     if fault:
-        sys.exit(f"error: {fault}")  # to stderr, status 1
+        sys.stderr.write(f"error: {fault}\n")
+        sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # None without a console
             stream.reconfigure(errors="replace")  # an answer may not fit the terminal's encoding

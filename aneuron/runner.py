@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from aneuron.carry import Feed, FromSlots, HostIds, Mismatch, Remap
+from aneuron.carry import Feed, FromSlots, Mismatch, Remap
 from aneuron.clock import clock_of
 from aneuron.inflight import InFlightStep
 from aneuron.outputs import BreakStats
@@ -137,8 +137,8 @@ class ModelRunner:
             case Mismatch(reason):
                 await self._break(plan, pending, reason)
                 launch = self.batch.prepare(plan)
-            case HostIds() | FromSlots():
-                pass  # as prepared
+            case _:
+                pass  # HostIds, FromSlots: as prepared
         self._launch_forward(plan, launch, is_async=isinstance(decision, Feed | FromSlots))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> InFlightStep:

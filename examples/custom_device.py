@@ -19,7 +19,7 @@ class NumpyDevice(ThreadDevice):
     def _execute(self, job: Job) -> None:  # on the device's thread
         future, fed = job.future, job.fed_value()  # what the step before gave, unread
         future.device_start_s = time.monotonic()
-        if job.executable is not None:
+        if job.executable is not None and job.inputs is not None:
             self.num_programs += 1
             future.device_value = self._keep(future, job.executable(job.inputs, fed))
         else:

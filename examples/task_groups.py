@@ -21,7 +21,7 @@ async def race(engine: aneuron.Engine, prompts: list[str]) -> aneuron.Completion
     return first[0]
 
 
-async def main(model: str = "smollm2-135m") -> None:
+async def main(model: str) -> None:
     async with aneuron.Engine(model) as engine:
         winner = await race(engine, ["Red is", "Green is", "Blue is"])
         print(f"{len(winner.token_ids)} tokens won")
@@ -33,4 +33,4 @@ async def main(model: str = "smollm2-135m") -> None:
         print("left:", engine.stats().running)
 
 
-anyio.run(main, *sys.argv[1:])
+anyio.run(main, sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,6 +79,12 @@ def _debugs(item: pytest.Item) -> bool:
     return item.path.name in DEBUG_MODE_FILES and not others
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let a worker tell the stacks of a test that hangs: its standard output leads nowhere."""
+    if hasattr(session.config, "workerinput") and sys.__stderr__ is not None:
+        session.config.get_terminal_writer()._file = sys.__stderr__
+
+
 @pytest.fixture(scope="session", autouse=True)
 def blocking_calls_raise() -> Iterator[BlockBuster]:
     """Make a blocking call of aneuron's code on a running loop raise `BlockingError`."""
@@ -88,6 +96,13 @@ def blocking_calls_raise() -> Iterator[BlockBuster]:
     detector.activate()
     yield detector
     detector.deactivate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_collected_again() -> None:
+    """Leave it out of collections: each would take 0.6 s, and hundreds of tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

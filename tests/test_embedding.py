@@ -305,16 +305,73 @@ async def test_an_engine_shows_itself_at_any_time() -> None:
     assert "closed" in text_of(engine._repr_html_())
 
 
+async def test_an_open_engine_names_the_device_that_it_found() -> None:
+    engine = Engine("sim:count")
+    assert repr(engine) == "<Engine sim:count on auto, new>"
+    async with engine:
+        assert repr(engine) == "<Engine sim:count on sim, open>"
+        assert "sim:count on sim" in engine._repr_html_()
+    async with Engine("sim:count", device="sim:micro") as named:
+        assert repr(named) == "<Engine sim:count on sim:micro, open>"
+
+
 # ── what looks like a blocking call ─────────────────────────────────────────────────────
 
 
+# mypy holds the `type: ignore`s needed: it refuses each of these, too.
 async def test_blocking_forms_raise_and_say_to_await() -> None:
     with pytest.raises(AttributeError, match=r"await aneuron\.open"):
-        _ = aneuron.open("sim:count").generate
+        _ = aneuron.open("sim:count").generate  # type: ignore[attr-defined]
     with pytest.raises(EngineClosed, match=r"await open\(\)"):
         _ = Engine("sim:count").generate("x")
     async with count_engine() as engine, no_leaks(engine):
         stream = start(engine, 10, 3)
         with pytest.raises(TypeError, match="async for token in stream"):
-            list(stream)
+            list(stream)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="async for token in stream"):
+            for _ in stream:  # type: ignore[attr-defined]
+                pass
+        with pytest.raises(AttributeError, match=r"`completion = await stream`$"):
+            stream.result()  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match=r"await stream`; then `completion\.text`"):
+            _ = stream.text  # type: ignore[attr-defined]
         assert (await stream).token_ids == [11, 12, 13]
+
+
+async def test_answers_of_many_prompts_say_to_iterate_them() -> None:
+    async with count_engine() as engine, no_leaks(engine):
+        answers = engine.generate_many([[10], [20]], max_tokens=2)
+        with pytest.raises(TypeError, match="async for index, completion in"):
+            list(answers)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="async for index, completion in"):
+            await answers  # type: ignore[misc]
+        assert dict([one async for one in answers])[1].token_ids == [21, 22]
+
+
+async def test_with_says_async_with() -> None:
+    with pytest.raises(TypeError, match="async with"), Engine("sim:count"):  # type: ignore[attr-defined]
+        pass
+    with pytest.raises(TypeError, match="async with"), aneuron.open("sim:count"):  # type: ignore[attr-defined]
+        pass
+    async with count_engine() as engine:
+        with pytest.raises(TypeError, match="async with"), start(engine, 10, 3):  # type: ignore[attr-defined]
+            pass
+
+
+async def test_what_an_answer_has_a_stream_says_to_await() -> None:
+    names = [name for name in dir(aneuron.Completion) if not name.startswith("_")]
+    async with count_engine() as engine:
+        stream = start(engine, 10, 1)
+        for name in {*names} - {"request_id", "usage"}:  # these it knows
+            assert not hasattr(stream, name)
+            with pytest.raises(AttributeError, match="await stream"):
+                getattr(stream, name)
+        await stream
+
+
+def test_streams_and_engines_are_as_quick_as_any_object() -> None:
+    # With one of these, each attribute of the instance is looked up in Python's slow way.
+    for kind in (aneuron.TokenStream, aneuron.CompletionStream, Engine):
+        assert not hasattr(kind, "__getattr__")
+        assert kind.__getattribute__ is object.__getattribute__
+    assert "__dict__" not in dir(aneuron.TokenStream)  # it has slots

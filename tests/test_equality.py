@@ -58,16 +58,17 @@ def reference(model: Any, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-def near_ties(model: Any, prompt: list[int], ids: list[int], expected: list[int]) -> int:
-    """Return how often `ids` took the other of two equal logits; fail where it is wrong."""
-    if ids == expected:
-        return 0
+def near_ties(model: Any, prompt: list[int], ids: list[int]) -> int:
+    """Return how often `ids` took the other of two equal logits; fail where it is wrong.
+
+    What has the highest logit behind all ids before it, at each place, is what `generate` gives;
+    one pass says so of all places.
+    """
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     best = logits.max(dim=-1)
     chosen = logits[torch.arange(len(ids)), torch.tensor(ids)]
     gaps = best.values - chosen
-    assert len(ids) == len(expected)
     assert gaps.max() < NEAR, f"wrong id at {int(gaps.argmax())}: {gaps.max():.2e} below the best"
     return int((best.indices != torch.tensor(ids)).sum())
 
@@ -95,11 +96,10 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
     path = await asyncio.to_thread(lambda: resolve("smollm2-135m").path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = sixteen_prompts(model.config.vocab_size)
-    expected = [reference(model, prompt, 48) for prompt in prompts]
-    ties = 0
-    for carry, run in (
-        (CARRIES["resident"], run_together),
-        (CARRIES["host"], run_one_by_one),
+    ties = num_ids = 0
+    for carry, run, count in (
+        (CARRIES["resident"], run_together, 48),
+        (CARRIES["host"], run_one_by_one, 20),  # past the end of a block
     ):
         async with (
             Engine(
@@ -111,11 +111,13 @@ async def test_smollm2_equals_transformers(record_property: Any) -> None:
             ) as engine,
             no_leaks(engine),
         ):
-            outputs = await run(engine, prompts, 48)
-            for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
-                ties += near_ties(model, prompt, ids, wanted)
+            outputs = await run(engine, prompts, count)
+        for prompt, ids in zip(prompts, outputs, strict=True):
+            assert len(ids) == count
+            ties += near_ties(model, prompt, ids)
+            num_ids += count
     record_property("near_ties", ties)
-    print(f"near ties within {NEAR}: {ties} of {2 * 16 * 48} tokens")
+    print(f"near ties within {NEAR}: {ties} of {num_ids} tokens")
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -155,7 +157,9 @@ async def test_tiny_models_equal_transformers(family: str, tmp_path: Path) -> No
             for run in (run_together, *alone):
                 outputs = await run(engine, prompts, 48)
                 for prompt, ids, wanted in zip(prompts, outputs, expected, strict=True):
-                    near_ties(model, prompt, ids, wanted)
+                    assert len(ids) == 48
+                    if ids != wanted:
+                        near_ties(model, prompt, ids)
 
 
 @pytest.mark.timeout(120)

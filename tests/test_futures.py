@@ -214,6 +214,22 @@ async def test_discard_waits_for_the_end_and_asks_nothing(
     assert future._waiters == []
 
 
+@pytest.mark.parametrize("end", ["complete", "resolve"])
+async def test_an_end_passes_by_who_was_cancelled_in_the_same_turn(end: str) -> None:
+    """The waiter is done and still in the list; the other one wakes all the same."""
+    future = future_of_loop()
+    gone, kept = (asyncio.create_task(discard(future)) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    if end == "complete":
+        future.complete()
+    else:
+        future.resolve(3)
+    await kept
+    assert gone.cancelled()
+    assert future._waiters == []
+
+
 async def test_a_timeout_round_discard_leaves_no_waiter() -> None:
     future = Reader().future
     for _ in range(3):

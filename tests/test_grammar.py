@@ -488,6 +488,7 @@ async def test_compiling_leaves_the_loop_free() -> None:
     assert min(gaps) < 0.02, gaps
 
 
+@pytest.mark.alone
 async def test_filling_leaves_the_loop_free() -> None:
     start = await compiler().compile(schema(0))
     matchers = [start.copy() for _ in range(200)]

@@ -254,3 +254,22 @@ def test_state_and_timeline_are_shown_as_they_are_now(kernel: Kernel) -> None:
     assert len(cards) == 5
     assert len(set(cards)) > 1
     assert later != picture
+
+
+def test_the_first_chat_asks_for_no_widgets(kernel: Kernel) -> None:
+    """What renders chat templates loads progress bars, which in a notebook want ipywidgets."""
+    told = kernel.run("""
+        import contextlib, io
+
+        from tokenizers import Tokenizer, models
+        from aneuron.models.tokenizer import HFTokenizer
+
+        before = "tqdm.auto" in sys.modules
+        sys.modules["ipywidgets"] = None  # as where it is not installed
+        tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            await HFTokenizer(tokenizer, chat_template="a").load_renderer()
+        print(before, "tqdm.auto" in sys.modules, "transformers" in sys.modules)
+        print(repr(said.getvalue()))
+    """)
+    assert told.split("\n")[:2] == ["False True True", "''"]

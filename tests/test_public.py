@@ -15,6 +15,7 @@ import aneuron
 import aneuron.errors
 import aneuron.server
 import aneuron.testing
+from aneuron.config import EngineConfig
 from aneuron.errors import AneuronError
 from tests.test_house import ROOT, TREES, python, where
 
@@ -54,6 +55,27 @@ ELSEWHERE = re.compile(r"([Ss]ee|as in)\s`\w+(\.\w+)?`")  # where the same argum
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_unknown_argument_is_told_all_that_there_are() -> None:
+    async with aneuron.Engine("sim:count") as engine:
+        calls: list[Any] = [engine.generate, engine.chat, engine.generate_many]
+        for call in calls:
+            with pytest.raises(aneuron.InvalidRequest, match="unknown parameter 'nope'") as caught:
+                call("a", nope=1)
+            own = set(inspect.signature(call).parameters) - {"sampling"}
+            fields = {one.name for one in dataclasses.fields(aneuron.SamplingParams)}
+            assert names_in(caught.value) == own | fields
+    with pytest.raises(aneuron.ConfigError, match="unknown setting 'nope'") as refused:
+        aneuron.Engine("sim:count", nope=1)  # type: ignore[call-arg]
+    settings = {one.name for one in dataclasses.fields(EngineConfig)}
+    own = set(inspect.signature(aneuron.Engine).parameters) - {"options"}
+    assert names_in(refused.value) == own | settings
+
+
+def names_in(error: AneuronError) -> set[str]:
+    """The names that a message lists at its end."""
+    return set(str(error).partition("known are ")[2].split(", "))
 
 
 @pytest.mark.parametrize("module", PROMISED, ids=lambda module: module.__name__)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from aneuron import ConfigError, DeviceError, DeviceLost, Engine, LaunchFailed, OutOfMemory
+from aneuron.device.thread import ThreadDevice
 from aneuron.testing import (
     ByteTokenizer,
     Count,
@@ -45,6 +46,21 @@ if TYPE_CHECKING:
 Carry = dict[str, Any]  # engine options
 
 some_ranks = pytest.mark.parametrize("num_ranks", [2, 3])
+
+
+class Lone(ThreadDevice):
+    """A device that has no siblings."""
+
+    name = "lone"
+
+    def memory_budget(self) -> int:
+        return 2**20
+
+
+async def test_a_device_without_siblings_says_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"lone has no sibling .* `_sibling\(\)`") as caught:
+        await Engine("sim:count", device=Lone(), num_ranks=2).open()
+    assert caught.value.param == "num_ranks"
 
 
 def steps_by_rank(engine: Engine) -> list[int]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aneuron import FinishReason, SamplingParams
+from aneuron import FinishReason, InvalidRequest, SamplingParams
 from aneuron.errors import OutOfMemory
 from aneuron.kv_cache import KVCacheManager
 from aneuron.plans import ModelRunnerOutput, SchedulerOutput
 from aneuron.request import Request, RequestState
 from aneuron.scheduler import Scheduler
+from aneuron.scheduler.waiting import WaitingQueue
 
 
 def scheduler_of(
@@ -307,3 +309,31 @@ def test_the_pool_gives_all_or_nothing(count: int) -> None:
     assert kv.blocks_for(5) == 2
     kv.free(0)
     assert kv.num_free == 3
+
+
+def test_the_waiting_queue_forgets_who_left() -> None:
+    """Of a thousand that came and went, its heap keeps no more than those that wait need."""
+    queue = WaitingQueue()
+    requests = [request_of(number, [1]) for number in range(1000)]
+    for request in requests:
+        queue.add(request)
+    for request in (*requests[:500], *requests[503:]):
+        queue.discard(request)
+        assert len(queue._heap) <= 2 * queue.num_requests + 16
+    assert queue.head() is requests[500]
+    assert (queue.num_requests, queue.num_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize("hooks", [[], [lambda ids, logits: logits]])
+def test_a_grammar_that_fails_ends_its_request_by_name(hooks: list[Any]) -> None:
+    scheduler = scheduler_of()
+    failing = added(scheduler, 1, logits_processors=hooks)
+    failing.matcher = Mock(error="no such state")
+    beside = added(scheduler, 2)
+    assert failing in answer(scheduler, scheduled(scheduler))
+    assert failing.finish_reason == FinishReason.ERROR
+    assert isinstance(failing.error, InvalidRequest)
+    assert failing.error.param == "grammar"
+    assert "no such state" in str(failing.error)
+    assert ("hooks" in str(failing.error)) is bool(hooks)
+    assert list(beside.output_ids) == [9]

@@ -354,6 +354,7 @@ async def test_case_59_gc_on_every_turn() -> None:
     assert not caught
 
 
+@pytest.mark.alone
 async def test_case_61_heartbeat_beside_10_000_tokens(caplog: pytest.LogCaptureFixture) -> None:
     """Latency 0, 10,000 tokens: a 10 ms heartbeat has no gap over 50 ms; all exact."""
     async with count_engine() as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,14 +87,15 @@ async def test_stop_just_before_an_end_id_in_flight_keeps_the_whole_text(
     late: bool, async_scheduling: bool
 ) -> None:
     """stop() after the last visible token; the end id arrives behind it and is dropped."""
-    async with (
-        sim_engine(Script(b"Hi"), latency=0.01, async_scheduling=async_scheduling) as engine,
-        no_leaks(engine),
-    ):
-        for awaited in (True, False):
+    for awaited in (True, False):
+        ends = threading.Semaphore(2)  # of programs: the third gives the end id
+        latency = lambda _, ends=ends: ends.acquire() and 0.0  # noqa: E731
+        options: dict[str, Any] = {"latency": latency, "async_scheduling": async_scheduling}
+        async with sim_engine(Script(b"Hi"), **options) as engine, no_leaks(engine):
             stream = engine.generate("?")
             await until(lambda stream=stream: len(stream._request.output_ids) == 2)  # type: ignore[misc]
             stream.stop()
+            ends.release(100)
             if late:
                 await engine.wait_idle()
             text = (await stream).text if awaited else text_of(await items_of(stream))

@@ -1,8 +1,8 @@
 """`aneuron run`: one prompt, one answer or several.
 
 Comes in: a model's name, a prompt from the arguments, from stdin or from both. Goes out: the
-answer's text on stdout as it comes, several under a heading each, or one JSON object;
-statistics on stderr.
+answer's text on stdout as it comes, several with a blank line between, or one JSON object;
+headings and statistics on stderr.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ async def run(
 ) -> None:
     """Answer one prompt; the text comes to stdout as it is made.
 
+    Of several answers (--n) it comes when all have ended, with a blank line between.
+
     Args:
         model: A built-in name, a directory, a .gguf file, a Hugging Face id, or sim:count.
         prompt: The prompt. What is piped in is put below it, or is the prompt.
@@ -58,7 +60,7 @@ async def run(
         raw: Give the prompt to the model as it is, without its chat template.
         stats: What is told of the engine.
         as_json: Print one JSON object in place of the text.
-        quiet: Do not show how far fetching and loading are.
+        quiet: Do not show how far fetching and loading are, nor headings.
         sampling: How tokens are chosen.
         engine: How the model runs.
     """
@@ -78,7 +80,7 @@ async def run(
         print(json.dumps(answer(completion) | told, ensure_ascii=False), flush=True)
         return
     if params.n > 1:
-        _print_choices(completion)
+        _print_choices(completion, quiet=quiet)
     if stats.stats:
         print_stats(completion, told)
 
@@ -136,6 +138,10 @@ async def show(stream: TokenStream) -> Completion:
     return await stream
 
 
-def _print_choices(completion: Completion) -> None:
-    answers = [f"== choice {one.index} ==\n{one.text}\n" for one in completion.choices]
-    print("\n".join(answers), end="", flush=True)
+def _print_choices(completion: Completion, *, quiet: bool) -> None:
+    for one in completion.choices:
+        if one.index:
+            print(flush=True)
+        if not quiet:
+            note(f"== choice {one.index} ==")
+        print(one.text, flush=True)

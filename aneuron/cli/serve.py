@@ -8,6 +8,7 @@ that one that is taken costs nothing, and connections are accepted after.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import ipaddress
 import logging
@@ -145,10 +146,18 @@ async def serve(
         finally:
             await asyncio.to_thread(addresses.forget, sockets, urls)
     except ConfigError as error:
+        if error.param == "port" and _is_taken(error.__cause__):
+            way = "--port takes another one, 0 a free one" if server.uds is None else "see --uds"
+            raise ConfigError(f"{error}; {way}") from error
         flag = _FLAGS.get(error.param or "")
         if flag is None:
             raise
         raise ConfigError(str(error).replace(str(error.param), flag)) from error
+
+
+def _is_taken(cause: BaseException | None) -> bool:
+    """Return whether an address is another process's, or the system's own."""
+    return isinstance(cause, OSError) and cause.errno in {errno.EADDRINUSE, errno.EACCES}
 
 
 async def _serve(

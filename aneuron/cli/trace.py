@@ -89,8 +89,15 @@ async def trace(
         show_json(_told(model, timeline, out, svg))
     elif not quiet:
         note(timeline.summary())
+        _tell_written(out, svg, problems)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _tell_written(out: Path | None, svg: Path | None, problems: list[str]) -> None:
+    for path, what in ((out, "open it at ui.perfetto.dev"), (svg, "open it in a browser")):
+        if path is not None and not problems:
+            note(f"wrote {path}: {what}")
 
 
 def _told(model: str, timeline: Timeline, out: Path | None, svg: Path | None) -> dict[str, Any]:

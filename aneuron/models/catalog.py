@@ -8,6 +8,7 @@ costs no import of torch, numpy or transformers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import ConfigError
+from aneuron.models.files.bars import load_bars
 from aneuron.models.files.cache import Progress, cache_dir, ensure, is_complete, quiet
 from aneuron.models.files.fetch import BuiltinModel, fetch_gguf
 from aneuron.models.files.weight_files import weight_files
@@ -50,6 +52,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*", "*.txt")
 # Folders hold other formats; "consolidated" files are a second copy of the same weights.
 _HUB_NOT = ("*/*", "consolidated*")
+_REFUSALS = (401, 403)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -82,8 +85,7 @@ def resolve(
     if (name := model.strip().lower()) in BUILTIN:
         _check_no_revision(model, revision)
         return ResolvedModel(name, _builtin(name, progress))
-    path = Path(model).expanduser()
-    if path.exists():
+    if (path := _path_of(model)) is not None:
         _check_no_revision(model, revision)
         return _local(path, progress)
     if _HUB_ID.fullmatch(model) and not _is_path(model):
@@ -108,17 +110,18 @@ def locate(model: str, *, revision: str | None = None) -> ResolvedModel | None:
         _check_no_revision(model, revision)
         entry = cache_dir() / _builtin_entry(name)
         return ResolvedModel(name, entry) if is_complete(entry) else None
-    path = Path(model).expanduser()
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    path = _path_of(model)
+    if path is not None and path.suffix.lower() == ".gguf" and path.is_file():
         _check_no_revision(model, revision)
         entry = cache_dir() / _gguf_entry(path.absolute())
         return ResolvedModel(path.stem, entry) if is_complete(entry) else None
-    if path.exists() or not _HUB_ID.fullmatch(model) or _is_path(model):
+    if path is not None or not _HUB_ID.fullmatch(model) or _is_path(model):
         return resolve(model, revision=revision)  # a directory, or an error
     return _in_hub_cache(model, revision)
 
 
 def _in_hub_cache(model: str, revision: str | None) -> ResolvedModel | None:
+    load_bars()
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -143,6 +146,23 @@ def _check_no_revision(model: str, revision: str | None) -> None:
         raise _refuse(message, "revision")
 
 
+def _path_of(model: str) -> Path | None:
+    """Return the path of this name; None if there is none.
+
+    Raises:
+        ConfigError: a directory above it cannot be read, or `~` is nobody's.
+    """
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except RuntimeError as error:
+        raise _refuse(f"cannot find {model}: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise _refuse(f"cannot read {model}: {error.strerror}") from error
+
+
 def _is_path(model: str) -> bool:
     is_rooted = model.startswith((".", "/", "~", "\\")) or Path(model).is_absolute()
     is_file = model.lower().endswith((".gguf", ".safetensors", ".json", ".bin"))
@@ -153,8 +173,8 @@ def _unknown(model: str) -> ConfigError:
     if _is_path(model):
         return _refuse(f"no such file or directory: {model} (from {Path.cwd()})")
     return _refuse(
-        f"unknown model {model!r}.{_hint(model)} Built in: {', '.join(BUILTIN)}. A model may also "
-        'be a directory, a .gguf file, or a Hugging Face id "org/name".'
+        f"unknown model {model!r:.100}.{_hint(model)} Built in: {', '.join(BUILTIN)}. A model may "
+        'also be a directory, a .gguf file, or a Hugging Face id "org/name".'
     )
 
 
@@ -195,7 +215,10 @@ def _convert(gguf: Path, into: Path, progress: Progress) -> None:
 def _local(path: Path, progress: Progress) -> ResolvedModel:
     path = path.absolute()
     if path.is_dir():
-        _check_directory(path)
+        try:
+            _check_directory(path)
+        except OSError as error:
+            raise _refuse(f"cannot read {path}: {error.strerror}") from error
         return ResolvedModel(path.name, path)
     if path.suffix.lower() == ".gguf":
         return ResolvedModel(path.stem, _from_gguf(path, progress))
@@ -239,6 +262,7 @@ def _from_hub(model: str, revision: str | None, progress: Progress) -> Path:
 
 
 def _snapshot(model: str, revision: str | None, files: list[str], progress: Progress) -> Path:
+    load_bars()
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -257,6 +281,7 @@ def _snapshot(model: str, revision: str | None, files: list[str], progress: Prog
 
 
 def _hub_failure(model: str, revision: str | None, error: Exception) -> ConfigError:
+    import huggingface_hub
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.RevisionNotFoundError):
@@ -264,7 +289,12 @@ def _hub_failure(model: str, revision: str | None, error: Exception) -> ConfigEr
     if isinstance(error, errors.GatedRepoError):
         why = "access to it must be asked for on its page, then set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        why = "there is no such model, or it is private and HF_TOKEN is not set"
+        token = "may not see it" if huggingface_hub.get_token() else "is not set"
+        why = f"there is no such model, or it is private and HF_TOKEN {token}"
+    elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in _REFUSALS:
+        why = f"it refuses HF_TOKEN, with status {error.response.status_code}"
+    elif isinstance(error, UnicodeEncodeError):  # a header takes no more than ASCII
+        why = "HF_TOKEN is no token: it has characters that none has"
     elif constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set and the model is not in the local Hugging Face cache"
     else:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from aneuron.detokenize import ByteStream, HFStream
 from aneuron.errors import ConfigError, InvalidRequest, RequestError
+from aneuron.models.files.bars import load_bars
 from aneuron.models.spelling import ByteLevelPieces, BytePieces, spell_byte, speller
 from aneuron.params.messages import Messages, validate_messages
 from aneuron.prompt import Turns
@@ -163,7 +164,7 @@ class HFTokenizer:
     async def load_renderer(self) -> None:
         """Import what renders templates, off the loop: a second, at a process's first chat."""
         if self.chat_template is not None and _RENDERER not in sys.modules:
-            await asyncio.to_thread(import_module, _RENDERER)
+            await asyncio.to_thread(_import_renderer)
 
     def render_chat(
         self, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs: Any
@@ -217,8 +218,15 @@ class HFTokenizer:
         return HFStream(self.tokenizer, prompt_ids, skipped)
 
 
+def _import_renderer() -> None:
+    load_bars()
+    import_module(_RENDERER)
+
+
 def _render(template: str, messages: Messages, variables: dict[str, Any]) -> str:
     import jinja2
+
+    load_bars()
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

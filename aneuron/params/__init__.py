@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import InvalidRequest
@@ -201,11 +202,12 @@ class SamplingParams:
 
     @property
     def needs_logits(self) -> str | None:
-        """The first field that needs a look at logits, or None."""
-        for name in ("logprobs", "prompt_logprobs", "grammar"):
+        """The first field that needs a look at logits, or None; a grammar comes last."""
+        for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 return name
-        return "logits_processors" if self.logits_processors else self.rule
+        field = "logits_processors" if self.logits_processors else self.rule
+        return "grammar" if field is None and self.grammar is not None else field
 
     @property
     def is_guided(self) -> bool:
@@ -218,8 +220,18 @@ class SamplingParams:
         return self.min_tokens > 0 or self.rule is not None
 
     @classmethod
-    def build(cls, params: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:
+    def build(
+        cls,
+        params: SamplingParams | None,
+        sampling: dict[str, Any],
+        call: Callable[..., Any] | None = None,
+    ) -> SamplingParams:
         """Return `params` with the keyword arguments of the call laid over it.
+
+        Args:
+            params: to begin with; None: the defaults.
+            sampling: fields by name.
+            call: whose arguments they were, so that a message can name the others.
 
         Raises:
             InvalidRequest: an unknown name, or a value out of range.
@@ -231,8 +243,9 @@ class SamplingParams:
         known = cls.__dataclass_fields__
         for name in sampling:
             if name not in known:
+                names = {*known, *_names_of(call)}
                 raise InvalidRequest(
-                    f"unknown parameter {name!r}; known are {', '.join(sorted(known))}",
+                    f"unknown parameter {name!r}; known are {', '.join(sorted(names))}",
                     param=name,
                 )
         if params is None:
@@ -244,6 +257,12 @@ class SamplingParams:
         if self.seed is None:
             return _NOISE.getrandbits(63)
         return (self.seed + choice + 2**63) % 2**64 - 2**63
+
+
+def _names_of(call: Callable[..., Any] | None) -> list[str]:
+    """Return the names of a call's own arguments."""
+    parameters = {} if call is None else signature(call).parameters
+    return [name for name, one in parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
 
 
 def _overlay(params: SamplingParams, sampling: dict[str, Any]) -> SamplingParams:

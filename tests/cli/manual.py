@@ -31,8 +31,9 @@ What `aneuron COMMAND --help` says, of every command. Beside this:
 * Only a command's result goes to stdout; what goes on, and what went wrong, is told on stderr.
 * `--json`, where a command has it, prints one JSON object and nothing else on stdout.
 * Status 0 is success, 1 a fault of the device or of aneuron, 2 a wrong argument or request, 130
-  Ctrl-C. A view that is left by Ctrl-C (`aneuron top`), and a conversation, end with 0 where
-  nothing was cut short.
+  Ctrl-C. In a conversation Ctrl-C ends the answer; at the prompt, or twice within a second, it ends
+  the conversation, with 130 (`/exit` and Ctrl-D end it with 0). A view that is left by Ctrl-C
+  (`aneuron top`) ends with 0.
 * Options have vLLM's names where they mean the same.
 * A MODEL is a built-in name (`smollm2-135m`), a directory, a `.gguf` file, a Hugging Face id
   (`org/name`) or a simulated model (`sim:count`).

@@ -856,15 +856,6 @@ def test_what_it_needs_may_be_missing(aneuron: Command, monkeypatch: pytest.Monk
     assert "aneuron[serve]" in result.err
 
 
-def test_a_server_that_is_not_there(aneuron: Command) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for options in ((), ("--model=m",)):
-        result = aneuron("bench", "serve", url, *options)
-        assert result.status == 1
-        assert url in result.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from aneuron.cli.loading import _Told
+from aneuron.cli.loading import Told
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -15,7 +15,7 @@ def test_compiling_is_told(
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logger = logging.getLogger("aneuron.native")
-    with _Told(quiet=quiet):
+    with Told(quiet=quiet):
         logger.info("compiling")
         logger.warning("failed")
     logger.error("later")

@@ -68,10 +68,25 @@ def test_ignore_eos_goes_on_to_max_tokens(aneuron: Command) -> None:
 SEVERAL = ["run", "sim:const", "x", "--temperature=100", "--max-tokens=20"]
 
 
-def test_several_answers_have_a_heading_each(aneuron: Command) -> None:
-    result = aneuron("run", "sim:count", "abc", "--n=3", "--max-tokens=4")
-    shown = "\n".join(f"== choice {index} ==\ndefg\n" for index in range(3))
-    assert (result.status, result.out, result.err) == (0, shown, "")
+def test_several_answers_have_a_blank_line_between_and_headings_on_stderr(
+    aneuron: Command,
+) -> None:
+    command = ("run", "sim:count", "abc", "--n=3", "--max-tokens=4")
+    result = aneuron(*command)
+    headings = "".join(f"== choice {index} ==\n" for index in range(3))
+    assert (result.status, result.out, result.err) == (0, "defg\n\ndefg\n\ndefg\n", headings)
+    quiet = aneuron(*command, "--quiet")
+    assert (quiet.out, quiet.err) == (result.out, "")
+
+
+@pytest.mark.parametrize("command", [("run",), ("trace", "--json")])
+def test_more_answers_than_fit_cost_no_model(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("aneuron.engine.load", None)  # which would fail
+    result = aneuron(*command, "sim:count", "abc", "--n=65")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == "error: --n must be at most 64, not 65\n"
 
 
 def test_each_of_several_has_its_seed(aneuron: Command) -> None:
@@ -250,9 +265,9 @@ def test_json_is_one_object(aneuron: Command) -> None:
         (["--max-model-len=3"], "the prompt has 3 tokens"),
         (["--device=tpu"], "--device: unknown device 'tpu'"),
         (["--dtype=int4"], "--dtype must be one of"),
+        (["--quantization=int2"], "--quantization must be one of int8, int4, or left out, not"),
         (["--token-carry=host"], "is the synchronous baseline: pass --no-async-scheduling"),
         (["--n=0"], "--n must be at least 1, not 0"),
-        (["--n=65"], "--n 65 is over max_num_seqs 64"),
         (["--num-kv-blocks=0"], "--num-kv-blocks must be a positive integer, not 0"),
         (["--max-num-batched-tokens=-1"], "--max-num-batched-tokens must be a positive integer"),
         (["--system=Be brief"], "--system needs a model with a chat template"),
@@ -355,8 +370,8 @@ def test_log_level_comes_from_the_environment(process: Any, level: str) -> None:
 def test_a_wrong_log_level_is_an_error(process: Any) -> None:
     with process("run", "sim:script", "x", env=os.environ | {"ANEURON_LOG": "loud"}) as child:
         out, err = child.communicate()
-    assert (child.returncode, out) == (1, b"")
-    assert b"ANEURON_LOG must be one of" in err
+    assert (child.returncode, out) == (2, b"")
+    assert err.startswith(b"error: ANEURON_LOG must be one of")
 
 
 @needs_posix

@@ -193,7 +193,8 @@ def test_a_port_in_use_costs_no_model(aneuron: Command, monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = aneuron("serve", "sim:count", f"--port={port}")
-    said = f"error: cannot listen on 127.0.0.1:{port}: the address is in use\n"
+    advice = "--port takes another one, 0 a free one"
+    said = f"error: cannot listen on 127.0.0.1:{port}: the address is in use; {advice}\n"
     assert (result.status, result.out, result.err) == (2, "", said)
 
 

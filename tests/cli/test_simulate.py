@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from aneuron.cli.bench.progress import telling
 from aneuron.cli.simulate.fleet import figures, num_processes, percentiles_ms, run_all
 from aneuron.cli.simulate.load import Arrivals, Lengths, Load, read_workload
-from aneuron.cli.simulate.progress import telling
 from aneuron.cli.simulate.replica import Outcome, Setup, run
 from aneuron.cli.simulate.replica import simulate as simulate_replica
 from aneuron.device.sim import Fault, SimDevice
@@ -266,6 +266,20 @@ def test_progress_is_shown_at_a_terminal(terminal: Any) -> None:
         assert shell.wait_exit() == 0
 
 
+def test_several_tell_how_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def telling_once(reached: Any, tell: Any) -> Any:
+        if tell is not None:
+            tell(reached())
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("aneuron.cli.simulate.fleet.telling", telling_once)
+    load = Load(np.full(2, 7), np.full(2, 3), np.zeros(2))
+    waited: list[float] = []
+    run_all([(setup(load), load), (setup(load), load)], wait_s=waited.append)
+    assert len(waited) == 1
+    assert 0 <= waited[0] < 60
+
+
 def test_a_single_simulation_tells_how_far_it_is() -> None:
     told: list[float] = []
     is_told = threading.Event()
@@ -283,9 +297,9 @@ def test_a_single_simulation_tells_how_far_it_is() -> None:
 def test_the_time_so_far_is_shown_at_a_terminal(
     aneuron: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def telling_once(time_s: Any, tell_s: Any) -> Any:
-        if tell_s is not None:
-            tell_s(time_s() + 7.2)
+    def telling_once(reached: Any, tell: Any) -> Any:
+        if tell is not None:
+            tell(reached() + 7.2)
         return contextlib.nullcontext()
 
     monkeypatch.setattr("aneuron.cli.simulate.replica.telling", telling_once)

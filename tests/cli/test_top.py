@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from aneuron.cli.http.http1 import BadAnswer
-from aneuron.cli.top import _key
+from aneuron.cli.http.trouble import environment_key
 from aneuron.cli.top.figures import as_json, figures, quantile, restarted
 from aneuron.cli.top.page import NotOurs, read_page
 from aneuron.cli.top.view import drawn, lines, watch
@@ -178,7 +178,7 @@ def test_quantiles_are_those_of_prometheus(
 class Scripted:
     """A client whose server says these pages in turn; an exception is raised."""
 
-    target = SimpleNamespace(url="http://server")
+    target = SimpleNamespace(url="http://server", has_key=False)
 
     def __init__(self, *pages: Any, probes: int = 200) -> None:
         self.pages = list(pages)
@@ -384,7 +384,7 @@ def test_keys_come_from_option_or_environment(
 ) -> None:
     for name in ("ANEURON_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert _key() is None
+    assert environment_key() is None
     with server(key="secret") as url:
         command = ["top", url, "--once", "--interval=0.1"]
         result = aneuron(*command)

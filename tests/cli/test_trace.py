@@ -31,7 +31,10 @@ def test_it_writes_both_files_and_a_summary(aneuron: Command, tmp_path: Path) ->
     assert (result.status, result.out) == (0, "")
     assert [program["kind"] for program in programs(out)] == ["prefill", *["decode"] * 9]
     assert len(marked(svg, "program")) == 10
-    facts = dict(line.split(maxsplit=1) for line in result.err.splitlines())
+    *lines, said_out, said_svg = result.err.splitlines()
+    assert said_out == f"wrote {out}: open it at ui.perfetto.dev"
+    assert said_svg == f"wrote {svg}: open it in a browser"
+    facts = dict(line.split(maxsplit=1) for line in lines)
     assert facts["steps"] == "10 (10 kept)"
     assert facts["decode_async_share"] == "1.000"
     assert facts["breaks"] == "none"

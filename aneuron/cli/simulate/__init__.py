@@ -58,7 +58,9 @@ def simulate(
     ]
     tell(f"simulating {load}")
     tell_s = partial(_tell_time, setup.duration_s) if sys.stderr.isatty() else None
-    done = iter(run_all(jobs, done=partial(_tell_done, len(jobs)), tell_s=tell_s))
+    wait_s = partial(_tell_wait, len(jobs)) if sys.stderr.isatty() else None
+    tell_done = partial(_tell_done, len(jobs))
+    done = iter(run_all(jobs, done=tell_done, tell_s=tell_s, wait_s=wait_s))
     outcomes = {one: [next(done) for _ in range(replicas)] for one in carries}
     report = Report(str(load), setup, outcomes, monotonic() - started_s)
     counts_refused = engine.max_waiting is not None
@@ -73,6 +75,10 @@ def simulate(
 
 def _tell_done(num_jobs: int, number: int) -> None:
     tell(f"{number} of {num_jobs} simulations have ended")
+
+
+def _tell_wait(num_jobs: int, elapsed_s: float) -> None:
+    tell(f"{num_jobs} simulations, {elapsed_s:.0f} s so far")
 
 
 def _tell_time(duration_s: float | None, time_s: float) -> None:

@@ -12,10 +12,12 @@ import os
 import signal
 import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aneuron.cli.bench.progress import telling
 from aneuron.cli.simulate.replica import run
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def run_all(
     *,
     done: Callable[[int], None] = lambda _: None,
     tell_s: Callable[[float], None] | None = None,
+    wait_s: Callable[[float], None] | None = None,
 ) -> list[Outcome]:
     """Simulate every job: several in other processes, a single one in this.
 
@@ -51,6 +54,7 @@ def run_all(
         done: of several: called with the number of those that have ended.
         tell_s: of a single one: called now and then, in another thread, with the seconds
             simulated so far.
+        wait_s: of several: likewise, with the seconds that they have taken so far.
 
     Raises:
         AneuronError: an engine failed.
@@ -58,6 +62,7 @@ def run_all(
     """
     if len(jobs) == 1:
         return [run(*jobs[0], tell_s=tell_s)]
+    started_s = monotonic()
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         num_processes(len(jobs)),
@@ -67,9 +72,10 @@ def run_all(
     try:
         with _deaf_children():
             futures = [pool.submit(run, *job) for job in jobs]
-        for number, one in enumerate(as_completed(futures), 1):
-            one.result()  # an error ends the others now
-            done(number)
+        with telling(lambda: monotonic() - started_s, wait_s):
+            for number, one in enumerate(as_completed(futures), 1):
+                one.result()  # an error ends the others now
+                done(number)
     except BaseException:
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()  # else closing the pool waits for what they do

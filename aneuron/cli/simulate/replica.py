@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aneuron.cli.simulate.progress import telling
+from aneuron.cli.bench.progress import telling
 from aneuron.clock import VirtualClockLoop
 from aneuron.device.profiles import profile
 from aneuron.device.sim import SimDevice

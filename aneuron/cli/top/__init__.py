@@ -7,7 +7,6 @@ as text or JSON. A client like any other: the server answers `/metrics`, and kno
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,6 @@ __all__ = ["top"]
 
 _Flag = Annotated[bool, Parameter(negative="")]
 _LEAST_S, _MOST_S = 0.1, 3600.0
-_KEY_VARIABLES = ("ANEURON_API_KEY", "OPENAI_API_KEY")
 _TIMEOUT_S = 5.0
 
 
@@ -51,10 +49,11 @@ async def top(
         raise ConfigError(f"--interval must be seconds from {_LEAST_S:g}, not {interval:g}")
     _check_extra()
     from aneuron.cli.http.client import Client, Target
+    from aneuron.cli.http.trouble import environment_key
     from aneuron.cli.top.view import lines, watch
     from aneuron.cli.top.watching import Watched
 
-    target = Target(url, api_key or _key(), agent="aneuron-top")
+    target = Target(url, api_key or environment_key(), agent="aneuron-top")
     async with Client(target, timeout_s=_TIMEOUT_S) as client:
         watched = Watched(client)
         await watched.begin()
@@ -77,14 +76,6 @@ async def _one(watched: Watched, interval_s: float) -> dict[str, Any]:
     if seen.figures is None:
         raise ConfigError(f"{watched.url} is gone: {seen.trouble}", param="url")
     return {"health": seen.health, "ready": seen.ready, **as_json(seen.figures)}
-
-
-def _key() -> str | None:
-    """Return the first key that the environment has; a server takes any one of its keys."""
-    for name in _KEY_VARIABLES:
-        if words := os.environ.get(name, "").split():
-            return words[0]
-    return None
 
 
 def _check_extra() -> None:

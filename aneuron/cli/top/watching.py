@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aneuron.cli.http.http1 import BadAnswer
+from aneuron.cli.http.trouble import REFUSALS, refused, unreachable, words
 from aneuron.cli.top.figures import figures
 from aneuron.cli.top.page import NotOurs, read_page
 from aneuron.errors import ConfigError
@@ -73,8 +74,7 @@ class Watched:
         except (BadAnswer, NotOurs) as error:
             raise ConfigError(f"{self.url} is no aneuron server: {error}", param="url") from error
         except OSError as error:  # a timeout is one, too
-            message = f"{self.url} cannot be reached: {_words(error)}. Does `aneuron serve` run?"
-            raise ConfigError(message, param="url") from error
+            raise unreachable(self.url, error) from error
 
     async def sample(self) -> Sample:
         """Take the next page; a server that is away is no error."""
@@ -83,7 +83,7 @@ class Watched:
             self._last = after = await self._page()
             health, ready = await self._probe("/health"), await self._probe("/ready")
         except (_Refused, BadAnswer, NotOurs, OSError) as error:
-            return Sample(None, f"away: {_words(error)}")
+            return Sample(None, f"away: {words(error)}")
         if before is None:
             return Sample(None, "it is back: figures follow", health, ready)
         return Sample(figures(before, after), "", health, ready)
@@ -91,8 +91,8 @@ class Watched:
     async def _page(self) -> Page:
         status, body = await self._client.get("/metrics", accept=_PLAIN)
         now_s = time.monotonic()
-        if status in {401, 403}:
-            raise _Refused(f"{self.url} wants a key: --api-key, or the variable ANEURON_API_KEY")
+        if status in REFUSALS:
+            raise _Refused(str(refused(self._client.target)))
         if status == 501:
             raise _Refused(f'{self.url} has no metrics: there, pip install "aneuron[metrics]"')
         if status != 200:
@@ -102,7 +102,3 @@ class Watched:
     async def _probe(self, path: str) -> str:
         status, _ = await self._client.get(path)
         return _WORDS.get(status, f"status {status}")
-
-
-def _words(error: Exception) -> str:
-    return "it took too long" if isinstance(error, TimeoutError) else str(error)

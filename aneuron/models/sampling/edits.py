@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aneuron.models.sampling.slots import SlotState
     from aneuron.plans import ModelInput
 
-__all__ = ["edit_logits"]
+__all__ = ["allowed_ids", "edit_logits"]
 
 
 def edit_logits(logits: np.ndarray, inputs: ModelInput, slots: SlotState) -> None:
@@ -33,7 +33,7 @@ def edit_logits(logits: np.ndarray, inputs: ModelInput, slots: SlotState) -> Non
         slots.apply_rules(logits, inputs)
         return
     logits[edits.hooked] = edits.logits
-    forbidden = _forbidden(edits.bitmask, logits.shape[1])
+    forbidden = ~allowed_ids(edits.bitmask, logits.shape[1])
     banned = dict(zip(edits.samples.tolist(), forbidden, strict=True))
     before = {sample: logits[sample].copy() for sample in {*banned, *edits.hooked.tolist()}}
     slots.apply_rules(logits, inputs)
@@ -45,8 +45,8 @@ def edit_logits(logits: np.ndarray, inputs: ModelInput, slots: SlotState) -> Non
             np.copyto(row, -np.inf, where=mask)
 
 
-def _forbidden(bitmask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return which ids may not be drawn, bool [G, V], from int32 [G, ceil(V / 32)]."""
+def allowed_ids(bitmask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return which ids may be drawn, bool [G, V], from int32 [G, ceil(V / 32)]."""
     octets = np.ascontiguousarray(bitmask, "<i4").view(np.uint8)
     allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
-    return np.equal(allowed, 0)
+    return allowed.view(np.bool_)

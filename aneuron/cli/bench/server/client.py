@@ -16,6 +16,7 @@ from aneuron.cli.bench.server.stream import Outcome, StreamReader
 from aneuron.cli.http import client
 from aneuron.cli.http.client import NoConnection, Target
 from aneuron.cli.http.http1 import BadAnswer
+from aneuron.cli.http.trouble import REFUSALS, message_of, refused
 
 __all__ = ["Client", "Target"]
 
@@ -34,12 +35,17 @@ class Client(client.Client):
         Raises:
             OSError: it cannot be reached.
             BadAnswer: it does not say.
+            ConfigError: it wants a key, or another one.
         """
         status, body = await self.get("/v1/models")
+        if status in REFUSALS:
+            raise refused(self.target)
         try:
             return [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, IndexError):
-            raise BadAnswer(f"GET /v1/models: status {status}, {body[:200]!r}") from None
+            said = message_of(body)
+            told = f"status {status}" + (f", {said}" if said else "")
+            raise BadAnswer(f"GET /v1/models: {told}") from None
 
     async def ask(self, path: str, body: bytes, *, due_s: float, max_events: int) -> Outcome:
         """Send a request for a stream, read it to its end; whatever happens is in the outcome.

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aneuron.cli.bench.progress import telling
 from aneuron.cli.bench.server.arrivals import arrival_times
 from aneuron.cli.bench.server.stream import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from aneuron.cli.bench.server.arrivals import Shape
@@ -43,11 +46,21 @@ class Load:
     max_concurrency: int | None
     seed: int
 
-    async def run(self, client: Client, shape: Shape) -> LoadRun:
-        """Send all requests, wait until the last one has ended."""
+    async def run(
+        self, client: Client, shape: Shape, *, tell: Callable[[float], None] | None = None
+    ) -> LoadRun:
+        """Send all requests, wait until the last one has ended.
+
+        Args:
+            client: of the server.
+            shape: of the requests.
+            tell: called now and then, in another thread, with how many have ended.
+        """
         rng = np.random.default_rng(self.seed)
         arrivals = arrival_times(self.num_prompts, self.request_rate, self.burstiness, rng)
-        return await _Sender(client, shape, self.max_concurrency, rng).run(arrivals)
+        sender = _Sender(client, shape, self.max_concurrency, rng)
+        with telling(lambda: sender.num_ended, tell):
+            return await sender.run(arrivals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +81,7 @@ class LoadRun:
 
 
 class _Sender:
-    """One run of a load."""
+    """One run of a load; `num_ended` of its requests have ended."""
 
     def __init__(
         self,
@@ -82,6 +95,7 @@ class _Sender:
         self._rng = rng
         self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._max_events = 4 * shape.output_len + 64
+        self.num_ended = 0
 
     async def run(self, arrivals: npt.NDArray[np.float64]) -> LoadRun:
         """Send requests at these times, in seconds from now."""
@@ -120,6 +134,7 @@ class _Sender:
                 self._shape.endpoint, body, due_s=due_s, max_events=self._max_events
             )
         finally:
+            self.num_ended += 1
             if self._places is not None:
                 self._places.release()
 

@@ -78,7 +78,7 @@ class RequestOptions:
         output_len: Most tokens of an answer.
         ignore_eos: Ask for answers of full length; OpenAI's own servers refuse that.
         vocab_size: Draw token ids from 0 up to this, else from 100 to 199.
-        api_key: Sent as a bearer token.
+        api_key: Sent as a bearer token; by default what ANEURON_API_KEY or OPENAI_API_KEY says.
     """
 
     endpoint: str = "/v1/completions"
@@ -87,7 +87,7 @@ class RequestOptions:
     output_len: Annotated[int, Parameter(name=("--output-len", "--random-output-len"))] = 128
     ignore_eos: bool = True
     vocab_size: int | None = None
-    api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None
+    api_key: str | None = None
 
     def check(self, num_prompts: int) -> None:
         """Check the values, for so many requests.

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path  # noqa: TC003  (the command line reads the annotation)
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +33,17 @@ from aneuron.cli.bench.server.options import (
     parse_percentiles,
 )
 from aneuron.cli.bench.server.spawn import FLOOR, own_server, spawned
+from aneuron.cli.http.http1 import BadAnswer
+from aneuron.cli.http.trouble import REFUSALS, environment_key, refused, unreachable
 from aneuron.errors import AneuronError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aneuron.cli.bench.server.arrivals import Shape
-    from aneuron.cli.bench.server.client import Client
+    from aneuron.cli.bench.server.client import Client, Target
     from aneuron.cli.bench.server.load import LoadRun
+    from aneuron.cli.bench.server.stream import Outcome
 
 __all__ = ["Unserved", "serve"]
 
@@ -203,8 +210,9 @@ class _Bench:
             }
             for number in range(self.report.runs):
                 for name, one in served.items():
-                    tell(f"{name}, run {number + 1} of {self.report.runs}")
-                    one.runs.append(await self._run(one, seed=self.load.seed + number))
+                    said = f"{name}, run {number + 1} of {self.report.runs}"
+                    tell(said)
+                    one.runs.append(await self._run(one, seed=self.load.seed + number, said=said))
         return self._result(served)
 
     async def _reach(self, stack: AsyncExitStack, address: str, *, is_floor: bool) -> _Served:
@@ -212,7 +220,8 @@ class _Bench:
         from aneuron.cli.bench.server.arrivals import Shape
         from aneuron.cli.bench.server.client import Client, Target
 
-        target = Target(address, None if is_floor else self.request.api_key)
+        api_key = None if is_floor else self.request.api_key or environment_key()
+        target = Target(address, api_key)
         client = await stack.enter_async_context(Client(target, timeout_s=self.load.timeout_s))
         shape = Shape(
             endpoint=self.request.endpoint,
@@ -228,15 +237,14 @@ class _Bench:
         return served
 
     async def _model(self, client: Client, *, is_floor: bool) -> str:
-        from aneuron.cli.http.http1 import BadAnswer
-
         if self.request.model is not None and not is_floor:
             return self.request.model
         try:
             models = await client.models()
-        except (OSError, BadAnswer) as error:
-            reason = str(error) or "no answer in time"
-            raise Unserved(f"{client.target.url}: {reason}") from error
+        except OSError as error:
+            raise unreachable(client.target.url, error) from error
+        except BadAnswer as error:
+            raise Unserved(f"{client.target.url}: {error}") from error
         if not models:
             raise Unserved(f"{client.target.url} lists no model; give --model")
         return models[0]
@@ -248,13 +256,15 @@ class _Bench:
         run = await _send(load, served, seed=self.load.seed)
         failed = [one for one in run.outcomes if one.error is not None]
         if len(failed) == count:
-            first = failed[0]
-            raise Unserved(f"{served.client.target.url}: {first.error}: {first.detail}")
+            raise _unserved(served.client.target, failed[0])
 
-    async def _run(self, served: _Served, *, seed: int) -> dict[str, Any]:
+    async def _run(self, served: _Served, *, seed: int, said: str) -> dict[str, Any]:
         from aneuron.cli.bench.server.report import figures
 
-        run = await _send(self.load, served, seed=seed)
+        tell_ended = partial(_tell_ended, said, self.load.num_prompts)
+        run = await _send(
+            self.load, served, seed=seed, tell_ended=tell_ended if sys.stderr.isatty() else None
+        )
         return figures(
             run,
             input_len=self.request.input_len,
@@ -274,7 +284,26 @@ class _Bench:
         return result
 
 
-async def _send(load: LoadOptions, served: _Served, *, seed: int) -> LoadRun:
+def _unserved(target: Target, outcome: Outcome) -> AneuronError:
+    """Return the error for a server that served no request, of the first that it did not."""
+    if outcome.error == "connect":
+        return unreachable(target.url, outcome.detail)
+    if outcome.status in REFUSALS:
+        return refused(target)
+    return Unserved(f"{target.url}: {outcome.error}: {outcome.detail}")
+
+
+def _tell_ended(said: str, num_prompts: int, num_ended: float) -> None:
+    tell(f"{said}: {num_ended:.0f} of {num_prompts} requests have ended")
+
+
+async def _send(
+    load: LoadOptions,
+    served: _Served,
+    *,
+    seed: int,
+    tell_ended: Callable[[float], None] | None = None,
+) -> LoadRun:
     from aneuron.cli.bench.server.load import Load
 
     wanted = Load(
@@ -284,7 +313,7 @@ async def _send(load: LoadOptions, served: _Served, *, seed: int) -> LoadRun:
         max_concurrency=load.max_concurrency,
         seed=seed,
     )
-    return await wanted.run(served.client, served.shape)
+    return await wanted.run(served.client, served.shape, tell=tell_ended)
 
 
 def _told(served: _Served) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aneuron.cli.http.http1 import BadAnswer, EventSplitter
+from aneuron.cli.http.trouble import message_of
 
 if TYPE_CHECKING:
     from aneuron.cli.http.http1 import ResponseParser
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "StreamReader"]
 
 _MAX_BODY = 64 * 1024  # bytes of an answer that is no stream: an error's
-_MAX_DETAIL = 300  # characters
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class StreamReader:
             raise BadAnswer(f"an event that is no chunk: {error}") from None
         outcome = self.outcome
         if event.error is not None and outcome.error is None:
-            outcome.error, outcome.detail = "stream_error", _message_of(data)
+            outcome.error, outcome.detail = "stream_error", message_of(data)
         for choice in event.choices or ():
             if _has_text(choice):
                 outcome.marks.append(now_s)
@@ -152,10 +152,10 @@ class StreamReader:
         outcome = self.outcome
         outcome.status = answer.status
         if answer.status != 200:
-            outcome.error, outcome.detail = f"http_{answer.status}", _message_of(self._body)
+            outcome.error, outcome.detail = f"http_{answer.status}", message_of(self._body)
             outcome.retry_after_s = _seconds(answer.headers.get("retry-after"))
         elif not _is_stream(answer):
-            outcome.error, outcome.detail = "no_stream", _message_of(self._body)
+            outcome.error, outcome.detail = "no_stream", message_of(self._body)
         if not outcome.has_usage:
             outcome.completion_tokens = len(outcome.marks)
         if outcome.error is None:
@@ -168,15 +168,6 @@ class StreamReader:
 def _is_stream(answer: ResponseParser) -> bool:
     kind = answer.headers.get("content-type", "")
     return answer.status == 200 and kind.partition(";")[0].strip() == "text/event-stream"
-
-
-def _message_of(body: bytes) -> str:
-    """Return what an error's body says: its message, or else its beginning."""
-    try:
-        text = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, IndexError):
-        text = body.decode(errors="replace")
-    return text[:_MAX_DETAIL]
 
 
 def _seconds(text: str | None) -> float | None:
