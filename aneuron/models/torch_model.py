@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchModel", "as_torch_dtype", "default_threads", "eos_token_ids", "read_json"]
 
 # Computed in less than the time of a decode step of 32 rows, also where their contexts are short.
-_INTERLEAVED_TOKENS = 48
+_INTERLEAVED_TOKENS = 40
 _CELLS = {1: np.uint8, 2: np.uint16, 4: np.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

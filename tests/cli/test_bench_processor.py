@@ -192,6 +192,40 @@ def test_quality(aneuron: Command, model: str) -> None:
     assert 0.5 < found["int8"] / found["float32"] < 2
 
 
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what engines are opened with from now on: the type of their keys and values."""
+    seen: list[str] = []
+
+    class Watched(Engine):
+        def __init__(self, model: str, **options: Any) -> None:
+            seen.append(options["kv_cache_dtype"])
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("aneuron.engine.Engine", Watched)
+    return seen
+
+
+def test_quality_has_the_cache_that_is_asked_for(
+    aneuron: Command, model: str, caches: list[str]
+) -> None:
+    """The first kind of weights too: it may be the only one."""
+    arguments = ("--tokens=64", "--piece=64", "--kinds=bfloat16,int8", "--kv-cache-dtype=int8")
+    json_of(aneuron, "bench", "quality", model, *arguments)
+    assert caches == ["int8", "int8"]
+
+
+def test_peers_run_beside_the_cache_that_is_asked_for(
+    aneuron: Command, model: str, calls: Calls, caches: list[str]
+) -> None:
+    options = ("--model", model, *SMALL, "--peers=slow")
+    told = json_of(aneuron, "bench", "peers", *options, "--kv-cache-dtype=int8")
+    assert told["kv_cache_dtype"] == "int8"
+    assert "int8 cache" in aneuron("bench", "peers", *options, "--kv-cache-dtype=int8").out
+    assert json_of(aneuron, "bench", "peers", *options)["kv_cache_dtype"] == "auto"
+    assert caches == ["int8", "int8", "auto"]
+
+
 async def test_perplexity_is_that_of_a_forward_pass(model: str) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -215,6 +249,16 @@ def test_compile(aneuron: Command, model: str) -> None:
     result = aneuron("compile", model, "--quantization=int4", "--dtype=bfloat16")
     assert result.status == 0, result.err
     assert "is ready after" in result.err
+
+
+def test_what_cannot_be_compiled_is_told_before_anything_is(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aneuron.models.native.build.compile_library", None)  # which would fail
+    result = aneuron("compile", "sim:count")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == "error: sim:count is simulated: there is nothing to compile\n"
+    assert aneuron("compile", "smollm-135m").err.startswith("error: unknown model 'smollm-135m'")
 
 
 def test_compile_tells_machines(aneuron: Command, model: str) -> None:
@@ -245,6 +289,7 @@ def test_throughput_tells_what_the_engine_does_meanwhile(aneuron: Command, model
         (("peers", "--runs=0"), "--runs"),
         (("peers", "--dtype=float16"), "--dtype"),
         (("peers", "--quantization=int3"), "--quantization"),
+        (("peers", "--kv-cache-dtype=int4"), "--kv-cache-dtype"),
         (("peers", "--gguf=none.gguf"), "--gguf"),
         (("quality", "--kinds=int3"), "--kinds"),
         (("quality", "--piece=4"), "--piece"),

@@ -390,6 +390,17 @@ def test_a_compiler_that_fails_is_told(monkeypatch: Any, tmp_path: Path, caplog:
     assert not list(tmp_path.glob("compiling-*"))
 
 
+def test_a_folder_that_cannot_be_is_told_in_one_line(
+    monkeypatch: Any, tmp_path: Path, caplog: Any
+) -> None:
+    folder = tmp_path / ("x" * 300)  # longer than names may be
+    monkeypatch.setenv("ANEURON_NATIVE_DIR", str(folder))
+    assert build.built_library() is None
+    assert build.compile_library() is None
+    said = f"compiling failed, models run eagerly: cannot write {folder}: File name too long"
+    assert caplog.messages[-1] == said
+
+
 def test_a_library_that_others_can_write_is_not_used(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("ANEURON_NATIVE_DIR", str(tmp_path))
     path = build._path()

@@ -8,7 +8,14 @@
 
 namespace aneuron {
 
-constexpr int kAhead = 32;  // keys that are asked for before they are read: blocks lie anywhere
+constexpr int kAhead = 96;  // keys that are asked for before they are read: blocks lie anywhere
+
+// Asks for 16 keys, from `at` on, and their values.
+template <typename Cell>
+void expect(const Heads& h, const Paged& keys, const Paged& values, int at) {
+  Cache<Cell>::expect_keys(h, keys.block(at), at % h.block_size);
+  Cache<Cell>::expect_values(h, values.block(at), at % h.block_size);
+}
 
 // Attends Q queries of one key head over their context.
 template <typename Cell, int Q>
@@ -26,12 +33,11 @@ void attend(const Heads& h, const Paged& keys, const Paged& values, int window, 
     for (int d = 0; d < h.size; d += kLanes) store(q.results[i] + d, zero());
   }
   int begin = window && first - window + 1 > 0 ? (first - window + 1) / kChunk * kChunk : 0;
+  for (int k = begin; k <= last && k < begin + kAhead; k += kLanes) expect<Cell>(h, keys, values, k);
   for (int chunk = begin; chunk <= last; chunk += kChunk) {
     int count = last + 1 - chunk < kChunk ? last + 1 - chunk : kChunk;
     for (int k = 0; k < count; k += kLanes) {
-      int ahead = chunk + k + kAhead;
-      if (ahead <= last) Cells::expect_keys(h, keys.block(ahead), ahead % h.block_size);
-      Cells::expect_values(h, values.block(chunk + k), (chunk + k) % h.block_size);
+      if (chunk + k + kAhead <= last) expect<Cell>(h, keys, values, chunk + k + kAhead);
       F16 sums[Q];
       Cells::template score<Q>(h, keys.block(chunk + k), (chunk + k) % h.block_size, q, sums);
       for (int i = 0; i < Q; ++i) store(scores[i] + k, mul(sums[i], fill(scale)));

@@ -46,7 +46,10 @@ _TIMEOUT_S = 600.0
 def built_library() -> Path | None:
     """Return the library if it was compiled before for this processor, and nobody else wrote it."""
     path = _path()
-    return path if path.exists() and _is_ours(path) else None
+    try:
+        return path if path.exists() and _is_ours(path) else None
+    except OSError:  # its folder cannot be read: compiling says so
+        return None
 
 
 def compile_library() -> Path | None:
@@ -75,7 +78,7 @@ def compile_library() -> Path | None:
         _logger.warning("compiling failed, models run eagerly: %s", error)
         return None
     if child.returncode != 0:
-        _logger.warning("compiling failed, models run eagerly: %s", child.stderr[-2000:])
+        _logger.warning("compiling failed, models run eagerly: %s", child.stderr[-2000:].strip())
         return None
     _logger.info("compiled in %.0f s", time.perf_counter() - started_s)
     return built_library()
@@ -139,23 +142,30 @@ def compilers() -> list[list[str]]:
 
 def _main() -> str | None:
     """Compile, unless another process did meanwhile; return what is wrong, or None."""
-    path = _path()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "nice"):
         os.nice(19)
-    fault: str | None = "no C++ compiler is installed"
+    path = _path()
     try:
-        with FileLock(path.with_suffix(".lock"), timeout=_TIMEOUT_S):
-            if built_library() is not None:
-                return None
-            for left in path.parent.glob("compiling-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            for command in compilers():
-                fault = _compile(command, path)
-                if fault is None:
-                    return None
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _compile_once(path)
     except Timeout as error:
         return str(error)
+    except OSError as error:
+        return f"cannot write {path.parent}: {error.strerror or error}"
+
+
+def _compile_once(path: Path) -> str | None:
+    """Compile with the first compiler that can, one process at a time."""
+    fault: str | None = "no C++ compiler is installed"
+    with FileLock(path.with_suffix(".lock"), timeout=_TIMEOUT_S):
+        if built_library() is not None:
+            return None
+        for left in path.parent.glob("compiling-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for command in compilers():
+            fault = _compile(command, path)
+            if fault is None:
+                return None
     return fault
 
 

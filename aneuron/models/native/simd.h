@@ -20,9 +20,14 @@ namespace aneuron {
 constexpr int kLanes = 16;
 constexpr int kLine = 64;  // bytes of a cache line
 
-// Asks for memory that will be read soon.
+// Asks for memory that will be read soon, into the second cache: more of it can be on its way there.
+// In assembler: gcc drops calls of a function that does nothing but ask.
 inline void prefetch(const uint8_t* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i);
+#if ANEURON_AVX512
+  for (int64_t i = 0; i < bytes; i += kLine) __asm__ volatile("prefetcht1 %0" : : "m"(from[i]));
+#else
+  (void)from, (void)bytes;
+#endif
 }
 
 // A bfloat16 is the upper half of a float.
@@ -69,6 +74,10 @@ inline F16 keep_first(F16 a, int first, F16 other) {
 inline F16 keep_from(F16 a, int first, F16 other) {
   __mmask16 drop = first >= kLanes ? 0xffff : static_cast<__mmask16>((1u << first) - 1);
   return _mm512_mask_blend_ps(drop, a, other);
+}
+// Lanes where a < 0 get `below`, the others, NaN among them, `other`.
+inline F16 where_negative(F16 a, F16 below, F16 other) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, zero(), _CMP_LT_OQ), other, below);
 }
 // 2^x for x <= 0 and near it, to 2 units in the last place; 2^-127 below that; NaN stays NaN.
 inline F16 exp2(F16 x) {
@@ -162,6 +171,7 @@ inline F16 max(F16 a, F16 b) { ANEURON_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); 
 inline F16 magnitude(F16 a) { ANEURON_EACH(std::fabs(a.v[i])); }
 inline F16 keep_first(F16 a, int first, F16 other) { ANEURON_EACH(i < first ? a.v[i] : other.v[i]); }
 inline F16 keep_from(F16 a, int first, F16 other) { ANEURON_EACH(i < first ? other.v[i] : a.v[i]); }
+inline F16 where_negative(F16 a, F16 below, F16 other) { ANEURON_EACH(a.v[i] < 0.0f ? below.v[i] : other.v[i]); }
 inline F16 exp2(F16 x) { ANEURON_EACH(x.v[i] < -126.0f ? 0.0f : std::exp2(x.v[i])); }
 inline F16 load_bf16(const bf16* p) { ANEURON_EACH(to_float(p[i])); }
 inline F16 dot_bf16(F16 c, const bf16* a, const bf16* b) {

@@ -219,11 +219,9 @@ class Work {
       // x * sigmoid(x) * up, with e^-x as a power of two.
       F16 power = exp2(mul(magnitude(gate), fill(-1.4426950408889634f)));  // of -|x|
       F16 positive = div(fill(1.0f), add(fill(1.0f), power));
-      alignas(64) float g[kLanes], p[kLanes], e[kLanes];
-      store(g, gate), store(p, positive), store(e, power);
-      for (int i = 0; i < kLanes; ++i) p[i] = g[i] >= 0.0f ? p[i] : p[i] * e[i];
+      F16 sigmoid = where_negative(gate, mul(positive, power), positive);
       float* to = b_.act + static_cast<int64_t>(row) * act_width + panel * kLanes;
-      store(to, mul(mul(gate, load(p)), up));
+      store(to, mul(mul(gate, sigmoid), up));
     });
     share(stage, tokens, [&](int t) {
       convert_row(static_cast<Kind>(l.down.kind), b_.act + static_cast<int64_t>(t) * act_width, inner, rows_for(l.down, 0), t);

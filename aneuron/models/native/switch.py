@@ -8,6 +8,7 @@ requests notice nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -115,7 +116,8 @@ class WeightSource:
             library = load_library(path)
         except OSError as error:
             _logger.warning("the compiled library does not load, and is removed: %s", error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it may be another user's
+                path.unlink()
             return False
         file = packed_file(self._folder, self._kind, _name(self._dtype))
         tensors = load_packed(file)

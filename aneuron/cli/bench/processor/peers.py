@@ -43,6 +43,7 @@ def peers(
     max_tokens: int = 128,
     dtype: str = "bfloat16",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     names: Annotated[str | None, Parameter(name="--peers")] = None,
     gguf: Path | None = None,
     runs: int = 3,
@@ -57,6 +58,7 @@ def peers(
         max_tokens: New tokens of each request.
         dtype: float32 or bfloat16, of all.
         quantization: int8 or int4, of this engine; OpenVINO and llama.cpp take their nearest kind.
+        kv_cache_dtype: auto, as dtype, or int8; of this engine.
         names: Some of transformers, openvino, llama.cpp, separated by commas; else all there are.
         gguf: A file with the same weights, for llama.cpp; a built-in model has one.
         runs: Of each case and engine; the medians count.
@@ -66,7 +68,7 @@ def peers(
     lengths = parse_counts("--prompt-tokens", prompt_tokens, at_most=2**16)
     check_number("--max-tokens", max_tokens, at_least=2)
     check_number("--runs", runs)
-    _check_kinds(dtype, quantization)
+    _check_kinds(dtype, quantization, kv_cache_dtype)
     if gguf is not None and not gguf.is_file():
         raise ConfigError(f"--gguf: no such file: {gguf}", param="--gguf")
     chosen = _chosen(names)
@@ -75,21 +77,28 @@ def peers(
     wanted = _wanted(model, dtype, quantization, gguf, max(counts), max(lengths) + max_tokens)
     generates, facts = _load(chosen, wanted, must=names is not None)
     cases = [(count, length, max_tokens) for length in lengths for count in counts]
-    options = {"dtype": dtype, "quantization": quantization}
+    options = {
+        "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype
+    }  # fmt: skip
     rows = run_on(loop, _measure(model, options, generates, cases, runs))
     if as_json:
-        show_json({"model": model, "kind": quantization or dtype, **facts, "rows": rows})
+        kinds = {"kind": quantization or dtype, "kv_cache_dtype": kv_cache_dtype}
+        show_json({"model": model, **kinds, **facts, "rows": rows})
     else:
-        _show(model, quantization or dtype, facts, rows, loop)
+        cells = "" if kv_cache_dtype == "auto" else f"\n{kv_cache_dtype} cache"
+        _show(model, f"{quantization or dtype}{cells}", facts, rows, loop)
 
 
-def _check_kinds(dtype: str, quantization: str | None) -> None:
+def _check_kinds(dtype: str, quantization: str | None, kv_cache_dtype: str) -> None:
     """Refuse before others load what this engine would refuse after them."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, not {dtype!r}", param="--dtype")
     if quantization not in (None, "int8", "int4"):
         message = f"--quantization must be int8 or int4, not {quantization!r}"
         raise ConfigError(message, param="--quantization")
+    if kv_cache_dtype not in ("auto", "int8"):
+        message = f"--kv-cache-dtype must be auto or int8, not {kv_cache_dtype!r}"
+        raise ConfigError(message, param="--kv-cache-dtype")
 
 
 def _chosen(names: str | None) -> list[Peer]:

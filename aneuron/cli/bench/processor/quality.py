@@ -60,7 +60,7 @@ def quality(
         tokens: Of the text.
         piece: Tokens that are read at a time.
         kinds: Of weights, separated by commas: float32, bfloat16, int8, int4.
-        kv_cache_dtype: auto or int8, of all but the first kind.
+        kv_cache_dtype: auto, as dtype, or int8; of all kinds.
         as_json: Print one JSON object in place of the table.
     """
     check_number("--piece", piece, at_least=16, at_most=4096)
@@ -96,7 +96,7 @@ async def _measure(
         tell(f"{model}, {kind}")
         async with Engine(
             model, max_model_len=piece + 1, max_num_seqs=8, enable_prefix_caching=False,
-            kv_cache_dtype="auto" if kind == kinds[0] else kv_cache_dtype, **_KINDS[kind],
+            kv_cache_dtype=kv_cache_dtype, **_KINDS[kind],
         ) as engine:  # fmt: skip
             ids = (await engine.tokenizer.encode(documentation()))[:tokens].tolist()
             found[kind] = await _perplexity(engine, ids, piece)

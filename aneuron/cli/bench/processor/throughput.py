@@ -35,7 +35,7 @@ __all__ = ["Run", "measure_run", "prepare", "prompts_at_random", "throughput"]
 
 _MS = 1e3
 _LOWEST_ID = 100  # the first ids of most vocabularies are special
-_PREFILL_TOKENS = 64  # a step of the default configuration, beside many that decode
+_PREFILL_TOKENS = 40  # a step of the default configuration, beside many that decode
 _STATS = StatsSettings()
 
 
