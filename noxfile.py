@@ -77,7 +77,8 @@ def soak(session: nox.Session) -> None:
     """Look for interleavings that break the flow, with ten times the examples (an hour)."""
     set_up(session, "test")
     session.env["HYPOTHESIS_PROFILE"] = "soak"
-    session.run("pytest", "tests/test_properties.py", "--timeout=7200", *session.posargs)
+    files = ("tests/test_properties.py", "tests/neuron/test_properties_fakes.py")
+    session.run("pytest", *files, "--timeout=7200", *session.posargs)
 
 
 @nox.session

@@ -65,7 +65,7 @@ class EngineConfig:
         interleaved_prefill_tokens: the same for a step between those of many requests that decode:
             the less, the shorter the gaps between their tokens, and the longer until others have
             their first. It is more while few decode (`max_num_batched_tokens` / n), and while many
-            tokens wait (1/96 of them). None takes 48 on a processor, elsewhere
+            tokens wait (1/96 of them). None takes 40 on a processor, elsewhere
             `max_num_batched_tokens`.
         max_waiting: most requests beside `max_num_seqs`, each choice counting as one; beyond,
             `generate` raises `Overloaded`. None is any number.

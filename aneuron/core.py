@@ -22,7 +22,6 @@ from aneuron.errors import (
     DeviceError,
     DeviceLost,
     EngineClosed,
-    InternalError,
     engine_failure,
 )
 from aneuron.futures import Mailbox, Signal, Watchdog
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from aneuron.models.loading import Loaded
     from aneuron.parallel.ranks import RankGroup, RankStep
     from aneuron.plans import ModelRunnerOutput, ModelSpec, SchedulerOutput
-    from aneuron.request import Request
     from aneuron.runner import ModelRunner
 
 __all__ = ["EngineCore"]
@@ -309,29 +307,11 @@ class EngineCore:
         self.intake.num_generated += len(updated)
         self._changed.set()  # before the consumers: the device waits for none of them
         record.applied_s = self._clock()
-        for request in updated if num_watched else ():
-            if request.watch is not None:
-                self._watch(request)
+        if num_watched:
+            self.intake.look_for_stops(updated)
         record.detokenized_s = self._clock()
         self._waker.wake(updated)
         record.delivered_s = self._clock()
-
-    def _watch(self, request: Request) -> None:
-        """End a request whose text now has a stop string; a decoder's bug is its alone."""
-        assert request.watch is not None
-        if request.last_is_end_id:
-            return
-        try:
-            match = request.watch.feed(request.output_ids[-1])
-        except Exception as fault:  # noqa: BLE001  one of the three task bodies
-            error = InternalError(f"decoding failed: {fault}")
-            error.__cause__ = fault
-            self.scheduler.finish(request, FinishReason.ERROR, error=error)
-            request.amend(FinishReason.ERROR, error=error)
-        else:
-            if match is not None:
-                self.scheduler.finish(request, FinishReason.STOP, stop_reason=match)
-                request.amend(FinishReason.STOP, stop_reason=match)
 
     # ── what the engine asks ────────────────────────────────────────────────────────────
 

@@ -17,16 +17,15 @@ from aneuron.config import EngineConfig, EngineOptions
 from aneuron.core import EngineCore
 from aneuron.errors import EngineClosed, InvalidRequest
 from aneuron.futures import end_with_owner
-from aneuron.intake import check_request
 from aneuron.models.loading import Loaded, check_source, load
 from aneuron.outputs import AbortReason, FinishReason
 from aneuron.params import SamplingParams, check_deadline
 from aneuron.params.messages import Conversation
 from aneuron.prompt import validate_text, validate_token_ids
-from aneuron.request import make_request
 from aneuron.stream import AsyncEntered, Consumers, TokenStream
 from aneuron.stream.many import CompletionStream
 from aneuron.submission import Submission
+from aneuron.threads import run_apart
 from aneuron.timeline.card import card
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Engine(AsyncEntered):
     Args:
         model: a built-in name, a directory, a `.gguf` file, a Hugging Face id, a simulated
             model (`sim:count`), or a model object.
-        device: "auto", "cpu" or "sim", or a device object.
+        device: "auto", "cpu", "neuron" or "sim", or a device object.
         async_scheduling: schedule one step ahead; False is the synchronous baseline.
         token_carry: how tokens travel from step to step; see docs/async_scheduling.md.
         tokenizer: in place of the model's own.
@@ -140,9 +139,13 @@ class Engine(AsyncEntered):
             raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
         self._state, self._opening = _State.OPENING, (opening := object())
         try:
-            loaded = await asyncio.to_thread(self._load)
-            self._check_opening(opening)
-            self._start(loaded)
+            loaded = await run_apart(self._load, name="aneuron-load", discard=Loaded.discard)
+            try:
+                self._check_opening(opening)
+                self._start(loaded)
+            except BaseException:
+                await run_apart(loaded.discard, name="aneuron-load")
+                raise
             await self._core.wait_started()
             self._check_opening(opening)
         except BaseException:  # cancelled too: it can be opened again
@@ -172,8 +175,8 @@ class Engine(AsyncEntered):
         self.config = loaded.config
         self._core = core = EngineCore.build(loaded, self.loop)
         self._submission = Submission(
-            core.intake, core.scheduler.kv, self.tokenizer, self.spec,
-            max_model_len=loaded.max_model_len,
+            core.intake, core.scheduler.kv, self.tokenizer, self.spec, self.config,
+            max_model_len=loaded.max_model_len, ids=self._ids, clock=core.scheduler.clock,
         )  # fmt: skip
         # The only bare task: so open, generate and aclose may be called from different tasks.
         self._supervisor = asyncio.create_task(core.supervise(), name="aneuron-supervisor")
@@ -241,7 +244,7 @@ class Engine(AsyncEntered):
         if (prompt is None) == (prompt_token_ids is None):
             raise InvalidRequest("give either prompt or prompt_token_ids", param="prompt")
         params = SamplingParams.build(params, sampling, self.generate)
-        made = self._make_request(params, request_id, priority)
+        made = self._submission.make(params, request_id, priority)
         if prompt is not None:
             return self._submit(made, validate_text(prompt), deadline_s)
         ids = validate_token_ids(prompt_token_ids, vocab_size=self.spec.vocab_size)
@@ -286,7 +289,7 @@ class Engine(AsyncEntered):
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
-        made = self._make_request(params, request_id, priority)
+        made = self._submission.make(params, request_id, priority)
         return self._submit(made, conversation, deadline_s)
 
     def generate_many(
@@ -310,8 +313,7 @@ class Engine(AsyncEntered):
         """
         self._check_open()
         params = SamplingParams.build(params, sampling, self.generate_many)
-        check_request(params, priority=priority, config=self.config, spec=self.spec)
-        self._submission.check(params)
+        self._submission.check(params, priority)
         generate = partial(
             self.generate, params=params, priority=priority, deadline_s=check_deadline(deadline_s)
         )
@@ -323,14 +325,6 @@ class Engine(AsyncEntered):
 
         window = _MANY_WINDOW * self.config.max_num_seqs // params.n
         return CompletionStream(prompts, submit, self.consumers, window=window)
-
-    def _make_request(self, params: SamplingParams, name: str | None, priority: int) -> Request:
-        """Return a request that nothing knows of yet, with its choices."""
-        check_request(params, priority=priority, config=self.config, spec=self.spec)
-        return make_request(
-            self._ids, name, params, arrival_s=self.loop.time(), priority=priority,
-            bad_word_ids=self._submission.check(params),
-        )  # fmt: skip
 
     def _submit(
         self, request: Request, prompt: str | Conversation | np.ndarray, deadline_s: float | None

@@ -1,8 +1,8 @@
 """`Intake`: a request from the call to the scheduler's queue, and its name until it ends.
 
 Comes in: requests, from the engine's front door. Goes out: requests whose prompt is known, to
-the scheduler. Here is what bounds them: how many there may be, and until when each may run.
-Runs on the loop; preparing prompts are tasks of the engine's TaskGroup.
+the scheduler. Here is what bounds them: how many there may be, until when each may run, and the
+stop strings that end one. Runs on the loop; preparing prompts are tasks of the engine's TaskGroup.
 """
 
 from __future__ import annotations
@@ -12,70 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from aneuron.errors import AneuronError, InternalError, InvalidRequest, Overloaded
 from aneuron.outputs import AbortReason, FinishReason
-from aneuron.params import SamplingParams, check_priority
 from aneuron.request import RequestState
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     import numpy as np
 
-    from aneuron.config import EngineConfig
-    from aneuron.plans import ModelSpec
-    from aneuron.request import Request
+    from aneuron.request import Request, TextWatch
     from aneuron.scheduler import Scheduler
 
     Preparation = Callable[[], Coroutine[Any, Any, None]]
 
-__all__ = ["Intake", "check_request"]
+__all__ = ["Intake"]
 
 _RETRY_AFTER_S = 1.0  # while nothing has ended yet
 _LEAST_RETRY_S = 0.001
 _SMOOTHING = 0.2  # weight of the answer that ended last
-
-
-def check_request(
-    params: SamplingParams, *, priority: int, config: EngineConfig, spec: ModelSpec
-) -> None:
-    """Check what a request asks for against the engine and its model.
-
-    Raises:
-        InvalidRequest: they cannot do it; `param` names the field.
-    """
-    check_priority(priority, policy=config.scheduling_policy)
-    if params.n > config.max_num_seqs:
-        message = f"n {params.n} is over max_num_seqs {config.max_num_seqs}"
-        raise InvalidRequest(message, param="n")
-    field = params.needs_logits
-    has_logits = spec.has_logits or (field == "grammar" and spec.has_masks)
-    if field is not None and not (has_logits and spec.has_slots):
-        raise InvalidRequest(
-            f"{spec.name} shows no logits on this device, which {field} needs", param=field
-        )
-    if params.grammar is not None and not spec.has_masks:
-        raise InvalidRequest(
-            f"{spec.name} takes no masks on this device, which a grammar needs", param="grammar"
-        )
-    if (field := _unsupported(params, spec)) is not None:
-        raise InvalidRequest(
-            f"{spec.name}'s programs sample on this device without {field}", param=field
-        )
-    if params.logits_processors and not spec.is_split:
-        raise InvalidRequest(
-            f"{spec.name} does not show its logits to the host on this device, which "
-            "logits_processors need",
-            param="logits_processors",
-        )
-
-
-def _unsupported(params: SamplingParams, spec: ModelSpec) -> str | None:
-    """Return a field that the model's sampling does not know and the request sets, or None."""
-    if spec.greedy_only and params.temperature > 0:
-        return "temperature"
-    plain = SamplingParams()
-    fields = spec.unsupported_params
-    return next((name for name in fields if getattr(params, name) != getattr(plain, name)), None)
 
 
 class Intake:
@@ -180,7 +134,7 @@ class Intake:
             await preparation()
         except AneuronError as fault:
             error = fault
-        except Exception as fault:  # noqa: BLE001  one of the three task bodies
+        except Exception as fault:  # noqa: BLE001  the body of a task
             error = InternalError(f"preparing the prompt failed: {fault}")
             error.__cause__ = fault
         else:
@@ -216,6 +170,26 @@ class Intake:
         for one in request.choices:
             self._scheduler.finish(one, reason, abort_reason=given)
         self._notify()
+
+    def look_for_stops(self, requests: Iterable[Request]) -> None:
+        """End those whose text now has a stop string; each has been given one more token."""
+        for request in requests:
+            if request.watch is not None and not request.last_is_end_id:
+                self._watch(request, request.watch)
+
+    def _watch(self, request: Request, watch: TextWatch) -> None:
+        finish = partial(self._scheduler.finish, request)
+        try:
+            match = watch.feed(request.output_ids[-1])
+        except Exception as fault:  # noqa: BLE001  a tokenizer's bug is this request's alone
+            error = InternalError(f"decoding failed: {fault}")
+            error.__cause__ = fault
+            finish(FinishReason.ERROR, error=error)
+            request.amend(FinishReason.ERROR, error=error)
+        else:
+            if match is not None:
+                finish(FinishReason.STOP, stop_reason=match)
+                request.amend(FinishReason.STOP, stop_reason=match)
 
     def abandon(self, error: AneuronError) -> None:
         """Fail every request that the scheduler does not have yet."""

@@ -1,4 +1,8 @@
-"""`aneuron.open()`: an engine to await, or to enter."""
+"""`aneuron.open()`: an engine to await, or to enter.
+
+Comes in: the arguments of `Engine`. Goes out: what is not an open engine yet, and says so of
+every use but these two. Runs in the caller's task.
+"""
 
 from __future__ import annotations
 

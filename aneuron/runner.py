@@ -196,7 +196,12 @@ class ModelRunner:
         self.device.start(loop)
 
     def close(self) -> list[DeviceFuture]:
-        """Close the device; the future resolves when its threads have ended."""
+        """Close the device, and let go of the model, whose memory may be the device's.
+
+        The future resolves when the device's threads have ended.
+        """
+        self.__dict__.pop("model", None)  # a rank that did not start is closed twice
+        self.async_execution_buffer.pending = None
         return [self.device.close()]
 
     def records(self) -> dict[str, int]:

@@ -13,7 +13,8 @@ import asyncio
 import os
 import threading
 from concurrent.futures import Executor, Future
-from queue import SimpleQueue
+from contextvars import copy_context
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -25,13 +26,78 @@ if TYPE_CHECKING:
 __all__ = [
     "DaemonExecutor",
     "Leavable",
+    "call_within",
     "check_loop",
     "leave_at_fork",
+    "run_apart",
     "use_compute_threads",
 ]
 
 T = TypeVar("T")
 _Call = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
+
+
+async def run_apart(
+    work: Callable[[], T], *, name: str, discard: Callable[[T], None] | None = None
+) -> T:
+    """Run work that blocks on a daemon thread of its own, and return its result.
+
+    Cancelled, the caller goes on at once; the thread cannot be stopped, but keeps no process.
+
+    Args:
+        work: to run; it sees the caller's context variables.
+        name: of the thread.
+        discard: given the result, on a thread, if nobody waits for it any more.
+
+    Raises what the work raises.
+    """
+    executor, context = DaemonExecutor(name), copy_context()
+    changing, made, is_left = threading.Lock(), list[T](), False
+
+    def body() -> T:
+        value = context.run(work)
+        with changing:
+            made.append(value)
+            is_unwanted = is_left
+        if is_unwanted and discard is not None:
+            discard(value)
+        return value
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, body)
+    except asyncio.CancelledError:
+        with changing:
+            is_left = True
+        if made and discard is not None:
+            executor.submit(discard, made[0])
+        raise
+    finally:
+        executor.shutdown()
+
+
+def call_within(work: Callable[[], T], seconds: float, *, name: str) -> T:
+    """Run work that may hang, on a daemon thread, and wait for it; for worker threads.
+
+    Raises what the work raises, and:
+        TimeoutError: it took longer; its thread is left behind.
+    """
+    told: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def body() -> None:
+        try:
+            told.put((work(), None))
+        except BaseException as fault:  # noqa: BLE001  it is the caller's
+            told.put((None, fault))
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    try:
+        value, error = told.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"not done within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    result: T = value
+    return result
 
 
 def check_loop(loop: asyncio.AbstractEventLoop, *, what: str) -> None:

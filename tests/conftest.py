@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
@@ -82,7 +83,9 @@ def _debugs(item: pytest.Item) -> bool:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Let a worker tell the stacks of a test that hangs: its standard output leads nowhere."""
     if hasattr(session.config, "workerinput") and sys.__stderr__ is not None:
-        session.config.get_terminal_writer()._file = sys.__stderr__
+        # Not the reporter's own, or each worker would report all over again.
+        writer = create_terminal_writer(session.config, sys.__stderr__)
+        vars(session.config)["get_terminal_writer"] = lambda: writer
 
 
 @pytest.fixture(scope="session", autouse=True)

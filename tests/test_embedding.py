@@ -68,6 +68,7 @@ def run(code: str, cwd: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.alone
 def test_a_forked_child_is_told_so_at_once(tmp_path: Path) -> None:
     """Calls raise, closing is harmless, an engine of its own answers; the parent goes on."""
     code = """

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     Patch = Callable[[pytest.MonkeyPatch], None]
 
+pytestmark = pytest.mark.alone  # some faults show only if what races runs in time
+
 
 def skip_the_guard(patch: pytest.MonkeyPatch) -> None:
     """Feed whatever future is there, whoever made it."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aneuron.batch.packing import (
+    pack,
+    pad,
     prompt_targets,
     rule_writes,
     stage_forks,
-    stage_tokens,
     stage_verification,
     store_drafts,
 )
@@ -246,7 +247,7 @@ class InputBatch:
         inputs = staging.views(padded, padded, padded, width, is_decode=True)
         if staging.layout is not layout:
             self._stage_layout(staging, inputs, layout)
-            self._pad(inputs, num, num)
+            pad(inputs, num, num)
             inputs.max_query_len = 1
         if staging.table_version != self._table_version:
             staging.table_version = self._table_version
@@ -276,7 +277,7 @@ class InputBatch:
             fit(num), fit(num_samples), self.shape.tokens.fit(total), width, is_decode=False
         )
         self._stage_layout(staging, inputs, layout, emits=emits)
-        self._pack(inputs, rows, counts)
+        pack(self, inputs, rows, counts)
         inputs.max_query_len = self.shape.tokens.fit(int(counts.max()))
         if (self.prompt_logprobs[rows] >= 0).any():
             inputs.prompt_targets = prompt_targets(self, inputs, rows, counts)
@@ -305,34 +306,13 @@ class InputBatch:
         width = self.shape.blocks.fit(-(-longest // self.shape.block_size))
         inputs = staging.views(padded, padded * most, padded * most, width, is_decode=False)
         staging.layout = None
-        self._pack(inputs, rows, counts)
+        pack(self, inputs, rows, counts)
         inputs.max_query_len = most
         inputs.all_greedy = layout.all_greedy
         slots = stage_verification(inputs, layout, counts, spare=self.shape.num_slots)
         ends = inputs.positions[: inputs.num_tokens] + 1
         guided = None if layout.guided is None else inputs.query_start[layout.guided]
         return Launch(inputs, layout.request_ids, slots, ends, None, guided)
-
-    def _pack(self, inputs: ModelInput, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Write the next `counts` tokens of each row, one row after the other."""
-        num, total = len(rows), int(counts.sum())
-        self._pad(inputs, num, total)
-        inputs.input_ids[total:] = 0
-        inputs.block_table[:num] = self.block_table[rows, : inputs.block_table.shape[1]]
-        inputs.query_start[0] = 0
-        np.cumsum(counts, out=inputs.query_start[1 : num + 1])
-        inputs.query_start[num + 1 :] = total
-        start = self.num_computed[rows]
-        stage_tokens(self, inputs, rows, start, counts)
-        inputs.context_lens[:num] = start + counts
-
-    @staticmethod
-    def _pad(inputs: ModelInput, num_reqs: int, num_tokens: int) -> None:
-        inputs.num_reqs, inputs.num_tokens = num_reqs, num_tokens
-        inputs.positions[num_tokens:] = 0
-        inputs.slot_mapping[num_tokens:] = -1
-        inputs.context_lens[num_reqs:] = 1
-        inputs.block_table[num_reqs:] = 0
 
     def _stage_layout(
         self,

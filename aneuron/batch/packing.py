@@ -17,16 +17,40 @@ if TYPE_CHECKING:
     from aneuron.plans import Fork, ModelInput, NewRequest
 
 __all__ = [
+    "pack",
+    "pad",
     "prompt_targets",
     "rule_writes",
     "stage_forks",
-    "stage_tokens",
     "stage_verification",
     "store_drafts",
 ]
 
 
-def stage_tokens(
+def pack(batch: InputBatch, inputs: ModelInput, rows: np.ndarray, counts: np.ndarray) -> None:
+    """Write the next `counts` tokens of each row, one row after the other."""
+    num, total = len(rows), int(counts.sum())
+    pad(inputs, num, total)
+    inputs.input_ids[total:] = 0
+    inputs.block_table[:num] = batch.block_table[rows, : inputs.block_table.shape[1]]
+    inputs.query_start[0] = 0
+    np.cumsum(counts, out=inputs.query_start[1 : num + 1])
+    inputs.query_start[num + 1 :] = total
+    start = batch.num_computed[rows]
+    _stage_tokens(batch, inputs, rows, start, counts)
+    inputs.context_lens[:num] = start + counts
+
+
+def pad(inputs: ModelInput, num_reqs: int, num_tokens: int) -> None:
+    """Write what stands behind so many rows and tokens: it reads the null block alone."""
+    inputs.num_reqs, inputs.num_tokens = num_reqs, num_tokens
+    inputs.positions[num_tokens:] = 0
+    inputs.slot_mapping[num_tokens:] = -1
+    inputs.context_lens[num_reqs:] = 1
+    inputs.block_table[num_reqs:] = 0
+
+
+def _stage_tokens(
     batch: InputBatch,
     inputs: ModelInput,
     rows: np.ndarray,

@@ -1,4 +1,4 @@
-"""The command line: `aneuron run`, `chat`, `serve`, `trace`, `compile`, `bench` and `simulate`.
+"""The command line `aneuron`: one module, or package, for each command.
 
 Comes in: the arguments of a process. Goes out: token text on stdout, everything else on
 stderr, and a status: 0, 1 for a fault of the device or of aneuron, 2 for a wrong argument or

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import re
 import signal
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.loading import opened
-from aneuron.cli.options import ChatSampling, EngineSettings
+from aneuron.cli.options import ChatSampling, EngineSettings, Flag
 from aneuron.cli.run import show
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import describe, note
@@ -53,7 +51,7 @@ async def chat(
     /,
     *,
     system: str | None = None,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
+    quiet: Flag = False,
     stats: StatsSettings = _STATS,
     sampling: ChatSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import Group, Parameter
 
 from aneuron.cli.loading import Told, opened, reporting
-from aneuron.cli.options import EngineSettings
+from aneuron.cli.options import EngineSettings, JsonFlag
 from aneuron.cli.terminal import note, show_json
 from aneuron.errors import ConfigError
 
@@ -62,7 +62,7 @@ def compile_model(
     quantization: str | None = None,
     revision: str | None = None,
     programs: ProgramSettings = _PROGRAMS,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Compile a model for this processor, its weights packed, or for NeuronCores.
 

@@ -1,4 +1,4 @@
-"""What `run`, `chat` and `trace` have in common: options of engine and sampling.
+"""What commands have in common: flags, options of engine and sampling, the token carries.
 
 Comes in: options, named as in vLLM where they mean the same. Goes out: settings of an engine
 and `SamplingParams`. Values are checked by the engine, which names the option at fault.
@@ -7,14 +7,33 @@ and `SamplingParams`. Values are checked by the engine, which names the option a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 if TYPE_CHECKING:
     from aneuron.params import SamplingParams
 
-__all__ = ["FLAGS", "ChatSampling", "EngineSettings", "Sampling", "SeveralSampling"]
+__all__ = [
+    "CARRIES",
+    "FLAGS",
+    "ChatSampling",
+    "EngineSettings",
+    "Flag",
+    "JsonFlag",
+    "Sampling",
+    "SeveralSampling",
+]
+
+Flag = Annotated[bool, Parameter(negative="")]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
+
+# By name, what an engine is opened with where commands compare carries.
+CARRIES: dict[str, dict[str, Any]] = {
+    "host": {"async_scheduling": False},
+    "handoff": {"token_carry": "handoff"},
+    "resident": {"token_carry": "resident"},
+}
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=2))
@@ -45,7 +64,7 @@ class EngineSettings:
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
-    enforce_eager: Annotated[bool, Parameter(negative="")] = False
+    enforce_eager: Flag = False
     num_threads: int | None = None
     max_model_len: int | None = None
     revision: str | None = None
@@ -83,7 +102,7 @@ class Sampling:
     min_p: float = 0.0
     seed: int | None = None
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    ignore_eos: Annotated[bool, Parameter(negative="")] = False
+    ignore_eos: Flag = False
 
     def params(self) -> SamplingParams:
         """Return them as the engine takes them.

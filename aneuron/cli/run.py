@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from aneuron.cli.loading import opened
-from aneuron.cli.options import EngineSettings, SeveralSampling
+from aneuron.cli.options import EngineSettings, Flag, JsonFlag, SeveralSampling
 from aneuron.cli.report import answer, facts, print_stats
 from aneuron.cli.stdin import Stdin
 from aneuron.cli.terminal import note
@@ -27,13 +25,12 @@ if TYPE_CHECKING:
     from aneuron.params import SamplingParams
     from aneuron.stream import TokenStream
 
-__all__ = ["Flag", "read_prompt", "run", "show", "submit"]
+__all__ = ["read_prompt", "run", "show", "submit"]
 
 _PATIENCE_S = 5.0  # for a stdin that may have more of a prompt, or be open by accident
 _ENGINE = EngineSettings()
 _SAMPLING = SeveralSampling()
 _STATS = StatsSettings()
-Flag = Annotated[bool, Parameter(negative="")]
 
 
 async def run(
@@ -44,7 +41,7 @@ async def run(
     system: str | None = None,
     raw: Flag = False,
     stats: StatsSettings = _STATS,
-    as_json: Annotated[Flag, Parameter(name="--json")] = False,
+    as_json: JsonFlag = False,
     quiet: Flag = False,
     sampling: SeveralSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,

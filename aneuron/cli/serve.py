@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from aneuron.cli.loading import opened
-from aneuron.cli.options import EngineSettings
+from aneuron.cli.options import EngineSettings, Flag
 from aneuron.cli.terminal import INTERRUPTED, note
 from aneuron.cli.ticker import StatsSettings
 from aneuron.errors import ConfigError
@@ -114,7 +114,7 @@ async def serve(
     model: str,
     /,
     *,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
+    quiet: Flag = False,
     stats: StatsSettings = _STATS,
     server: ServerSettings = _SERVER,
     engine: ServedEngine = _ENGINE,

@@ -7,20 +7,23 @@ with; what went wrong is said on stderr, in the words of the command line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.options import FLAGS
 from aneuron.errors import AneuronError, ConfigError, InternalError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["INTERRUPTED", "call", "describe", "note", "show_json"]
+__all__ = ["INTERRUPTED", "call", "describe", "note", "show_json", "telling"]
 
+_EVERY_S = 3.0
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 # A setting in a message: `max_tokens`, or as Python spells it, `async_scheduling=False`.
 _SETTING = re.compile(rf"\b({'|'.join(n for n in FLAGS if '_' in n)})\b(=True|=False|=)?")
@@ -70,6 +73,40 @@ def note(text: str, *, end: str = "\n") -> None:
 def show_json(result: dict[str, Any]) -> None:
     """Print one JSON object, the result of a command, on a line."""
     print(json.dumps(result, ensure_ascii=False), flush=True)
+
+
+@contextlib.contextmanager
+def telling(
+    reached: Callable[[], float],
+    tell: Callable[[float], None] | None,
+    *,
+    every_s: float = _EVERY_S,
+) -> Iterator[None]:
+    """Tell a number that grows every few real seconds until the body has ended.
+
+    From a thread: a timer on a loop of virtual time would be one more thing that happens in it.
+
+    Args:
+        reached: returns it; called in another thread.
+        tell: what is told, in that thread; None: nobody.
+        every_s: real seconds between two calls; the first comes after as many.
+    """
+    if tell is None:
+        yield
+        return
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(every_s):
+            tell(reached())
+
+    thread = threading.Thread(target=run, name="aneuron-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def describe(error: AneuronError) -> str:

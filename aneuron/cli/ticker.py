@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
 from cyclopts import Parameter
 
+from aneuron.cli.options import Flag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import note
 from aneuron.errors import ConfigError
 
@@ -39,7 +40,7 @@ class StatsSettings:
         stats_interval: Seconds between those lines; says them also where stderr is no terminal.
     """
 
-    stats: Annotated[bool, Parameter(negative="")] = False
+    stats: Flag = False
     stats_interval: float | None = None
 
     def check(self) -> None:

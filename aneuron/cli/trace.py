@@ -12,13 +12,11 @@ import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.loading import opened
-from aneuron.cli.options import EngineSettings, SeveralSampling
-from aneuron.cli.run import Flag, read_prompt, submit
+from aneuron.cli.options import EngineSettings, Flag, JsonFlag, SeveralSampling
+from aneuron.cli.run import read_prompt, submit
 from aneuron.cli.terminal import note, show_json
 from aneuron.errors import ConfigError
 
@@ -43,7 +41,7 @@ async def trace(
     system: str | None = None,
     raw: Flag = False,
     quiet: Flag = False,
-    as_json: Annotated[Flag, Parameter(name="--json")] = False,
+    as_json: JsonFlag = False,
     sampling: SeveralSampling = _SAMPLING,
     engine: EngineSettings = _ENGINE,
 ) -> None:

@@ -2,7 +2,7 @@
 
 A device runs executables in order and gives `DeviceFuture`s. What an executable computes is
 the models' business (`aneuron.models`); where, when and on which thread is the device's.
-One file per kind: `sim`, `cpu`; `profiles` says how long real devices take.
+One file, or package, per kind: `sim`, `cpu`, `neuron`; `profiles` says how long real devices take.
 """
 
 from __future__ import annotations
@@ -182,10 +182,17 @@ class Device(Protocol):
 
 @runtime_checkable
 class OwnsCores(Device, Protocol):
-    """A device whose cores are this process's alone from the moment a model is loaded."""
+    """A device whose cores are one engine's alone from the moment it loads a model."""
+
+    def reserve(self) -> None:
+        """Take the device for a model that is about to be loaded; `close` gives it back.
+
+        Raises:
+            ConfigError: another engine has it open, or loads a model onto it.
+        """
 
     def disconnect(self) -> None:
-        """Give the cores back of a device that was never started; may block."""
+        """Give a reserved device back that was never started, with its cores; may block."""
 
 
 def open_device(name: str) -> Device:

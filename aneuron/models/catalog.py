@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
-import json
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aneuron.errors import ConfigError
-from aneuron.models.files.bars import load_bars
+from aneuron.models.files import hub
 from aneuron.models.files.cache import Progress, cache_dir, ensure, is_complete, quiet
+from aneuron.models.files.directory import check_directory, check_no_code
 from aneuron.models.files.fetch import BuiltinModel, fetch_gguf
 from aneuron.models.files.weight_files import weight_files
 
@@ -47,13 +45,7 @@ BUILTIN: Mapping[str, BuiltinModel] = MappingProxyType(
 # Part of every converted entry's name: raise it when the conversion's output changes.
 _CONVERSION = 1
 _SAMPLE_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 100_000_000
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*", "*.txt")
-# Folders hold other formats; "consolidated" files are a second copy of the same weights.
-_HUB_NOT = ("*/*", "consolidated*")
-_REFUSALS = (401, 403)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +113,10 @@ def locate(model: str, *, revision: str | None = None) -> ResolvedModel | None:
 
 
 def _in_hub_cache(model: str, revision: str | None) -> ResolvedModel | None:
-    load_bars()
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        found = huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True)
-    except (OSError, ValueError, errors.HfHubHTTPError, errors.EntryNotFoundError):
+    path = hub.cached(model, revision)
+    if path is None or not weight_files(path):
         return None
-    path = Path(found)
-    if not weight_files(path):
-        return None
-    _check_directory(path)
+    check_directory(path)
     return ResolvedModel(model, path)
 
 
@@ -216,7 +200,7 @@ def _local(path: Path, progress: Progress) -> ResolvedModel:
     path = path.absolute()
     if path.is_dir():
         try:
-            _check_directory(path)
+            check_directory(path)
         except OSError as error:
             raise _refuse(f"cannot read {path}: {error.strerror}") from error
         return ResolvedModel(path.name, path)
@@ -253,137 +237,15 @@ def _content_key(path: Path) -> str:
 
 
 def _from_hub(model: str, revision: str | None, progress: Progress) -> Path:
-    # The small files first: a model that is refused is not downloaded.
-    path = _snapshot(model, revision, ["config.json", "tokenizer_config.json"], progress)
-    _check_no_code(path)
-    path = _snapshot(model, revision, list(_HUB_FILES), progress)
-    _check_directory(path)
-    return path
-
-
-def _snapshot(model: str, revision: str | None, files: list[str], progress: Progress) -> Path:
-    load_bars()
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    failures = (OSError, ValueError, errors.HfHubHTTPError, errors.EntryNotFoundError)
     try:
-        found = huggingface_hub.snapshot_download(
-            model,
-            revision=revision,
-            allow_patterns=files,
-            ignore_patterns=list(_HUB_NOT),
-            tqdm_class=_bar_class(progress),
-        )
-    except failures as error:
-        raise _hub_failure(model, revision, error) from error
-    return Path(found)
-
-
-def _hub_failure(model: str, revision: str | None, error: Exception) -> ConfigError:
-    import huggingface_hub
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.RevisionNotFoundError):
-        return _refuse(f"{model} has no revision {revision!r} on Hugging Face", "revision")
-    if isinstance(error, errors.GatedRepoError):
-        why = "access to it must be asked for on its page, then set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        token = "may not see it" if huggingface_hub.get_token() else "is not set"
-        why = f"there is no such model, or it is private and HF_TOKEN {token}"
-    elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in _REFUSALS:
-        why = f"it refuses HF_TOKEN, with status {error.response.status_code}"
-    elif isinstance(error, UnicodeEncodeError):  # a header takes no more than ASCII
-        why = "HF_TOKEN is no token: it has characters that none has"
-    elif constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set and the model is not in the local Hugging Face cache"
-    else:
-        first = str(error).strip().split("\n")[0]
-        why = f"{first} (is the machine offline?)"
-    return _refuse(
-        f"cannot get {model!r} from Hugging Face: {why}. It is no local path and no built-in "
-        f"name either; built in: {', '.join(BUILTIN)}.{_hint(model)}"
-    )
-
-
-def _bar_class(progress: Progress) -> type[Any]:
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class Bar(tqdm):
-        """Passes on what the library would draw, and draws nothing."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "file": io.StringIO()})  # type: ignore[no-untyped-call]
-
-        def display(self, *_args: Any, **_kwargs: Any) -> None:
-            if self.unit == "B":
-                progress("download", int(self.n), int(self.total) if self.total else None)
-
-    return Bar
-
-
-def _check_directory(path: Path) -> None:
-    """Refuse a directory that is no safe, whole model.
-
-    Raises:
-        ConfigError: config.json or the safetensors are missing or damaged, or need remote code.
-    """
-    if not (path / "config.json").is_file():
-        raise _refuse(f"{path} holds no config.json{_gguf_hint(path)}")
-    _check_no_code(path)
-    for file in _found_weights(path):
-        _check_safetensors(file)
-
-
-def _gguf_hint(path: Path) -> str:
-    found = sorted(path.glob("*.gguf"))
-    return f"; pass the file instead: {found[0]}" if found else ""
-
-
-def _check_no_code(path: Path) -> None:
-    for name in ("config.json", "tokenizer_config.json"):
-        if (path / name).is_file() and "auto_map" in _read_json(path / name):
-            raise _refuse(
-                f"{path / name} asks for code of its own (auto_map), which is never run here; "
-                "use a model of a family that is built in"
-            )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _refuse(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise _refuse(f"{path} does not hold a JSON object")
-    return content
-
-
-def _found_weights(path: Path) -> list[Path]:
-    if files := weight_files(path):
-        return files
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
+        # The small files first: a model that is refused is not downloaded.
+        path = hub.fetch(model, revision, hub.SMALL_FILES, progress=progress)
+        check_no_code(path)
+        path = hub.fetch(model, revision, hub.ALL_FILES, progress=progress)
+    except hub.NotFetched as error:
         raise _refuse(
-            f"{path} holds its weights as pickles only ({pickles[0]}), which may run code when "
-            "read and are refused; convert them to safetensors"
-        )
-    raise _refuse(f"{path} holds no *.safetensors{_gguf_hint(path)}")
-
-
-def _check_safetensors(path: Path) -> None:
-    """Check that the file is as long as its own header says."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size, _MAX_HEADER_BYTES):
-                raise ValueError("its header does not fit")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if end != size:
-            raise ValueError(f"it has {size} bytes, its header says {end}")
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is not a sound safetensors file (damaged or cut off?): {error}"
-        raise _refuse(message) from error
+            f"cannot get {model!r} from Hugging Face: {error}. It is no local path and no built-in "
+            f"name either; built in: {', '.join(BUILTIN)}.{_hint(model)}"
+        ) from error.__cause__
+    check_directory(path)
+    return path

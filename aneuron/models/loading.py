@@ -40,6 +40,11 @@ class Loaded:
     max_model_len: int
     config: EngineConfig  # as the model's programs allow
 
+    def discard(self) -> None:
+        """Give back what it holds, if no engine was started over it; may block."""
+        if isinstance(self.devices[0], OwnsCores):
+            self.devices[0].disconnect()
+
 
 def load(
     model: str | Model,
@@ -57,11 +62,13 @@ def load(
         OutOfMemory: the KV pool does not fit.
     """
     opened = _open_device(model, device)
+    if not isinstance(opened, OwnsCores):
+        return _load(model, opened, config, tokenizer, revision, progress)
+    opened.reserve()
     try:
         return _load(model, opened, config, tokenizer, revision, progress)
     except BaseException:
-        if isinstance(opened, OwnsCores):
-            opened.disconnect()
+        opened.disconnect()
         raise
 
 
@@ -86,7 +93,7 @@ def _load(
             )
         else:
             model, path = _load_torch(model, config, revision, progress)
-    _check_ranks(model, config)
+    _check_place(model, opened, config)
     _check_sampling(model, opened, config)
     _check_speculative(model, config)
     if tokenizer is None:
@@ -108,8 +115,14 @@ def _placed(model: Model, device: Device) -> Model:
     return model.on(device) if isinstance(model, PlacedModel) else model
 
 
-def _check_ranks(model: Model, config: EngineConfig) -> None:
-    if config.tensor_parallel_size > 1 and not isinstance(model, PlacedModel):
+def _check_place(model: Model, device: Device, config: EngineConfig) -> None:
+    is_placed = isinstance(model, PlacedModel)
+    if isinstance(device, OwnsCores) and not is_placed:
+        raise ConfigError(
+            f"{model.spec.name} cannot be put on device {device.name}: pass its name or its folder",
+            param="model",
+        )
+    if config.tensor_parallel_size > 1 and not is_placed:
         raise ConfigError(
             "tensor_parallel_size is for traced programs on NeuronCores",
             param="tensor_parallel_size",

@@ -319,24 +319,11 @@ class Scheduler:
         return (short, *self.kv.extend(short)), is_starved
 
     def _make_room(self, short: np.ndarray) -> np.ndarray:
-        """Preempt, latest first, until enough blocks are or come free; return who gets one now.
-
-        Blocks of requests that left come free with the step that holds them: waiting is
-        cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
-        """
-        kv, wanting = self.kv, set(short.tolist())
-        coming = kv.coming_free(self._slots.leaving)
-        running, victims = sorted(self._order, key=self._slots.rank_of), []
-        while kv.num_free + coming.count < len(wanting) and len(running) > 1:
-            slot = running.pop()
-            coming.add(slot)
-            # The victim may be one of the rows that want a block, and then wants none.
-            wanting.discard(slot)
-            victims.append(self._slots[slot])
-        self._preempt_all(victims)
-        first = [slot for slot in wanting if self._decodes.active[slot]]
+        """Preempt until enough blocks are or come free; return who gets one now."""
+        self._preempt_all(self._admission.victims_of_growth(short, self._order))
+        first = short[self._decodes.active[short] > 0].tolist()
         first.sort(key=self._slots.rank_of)
-        return np.array(first[: kv.num_free], np.int64)
+        return np.array(first[: self.kv.num_free], np.int64)
 
     def _preempt_all(self, victims: Iterable[Request]) -> None:
         for victim in victims:

@@ -138,6 +138,22 @@ class Admission:
         room = self._kv.num_free + coming - num_running * self._grows
         return num_running + one.num_seats <= self._max_num_seqs and one.num_blocks <= room
 
+    def victims_of_growth(self, short: np.ndarray, running: Sequence[int]) -> list[Request]:
+        """Return whom to preempt so that slots without room, int64 [k], get a block: last first.
+
+        Blocks of requests that left come free with the step that holds them: waiting is
+        cheaper than recomputing. A lone request is never preempted: its limit lets it fit.
+        """
+        wanting, free = set(short.tolist()), self._kv.coming_free(self._slots.leaving)
+        left, victims = sorted(running, key=self._slots.rank_of), []
+        while self._kv.num_free + free.count < len(wanting) and len(left) > 1:
+            slot = left.pop()
+            free.add(slot)
+            # The victim may be one of the rows that want a block, and then wants none.
+            wanting.discard(slot)
+            victims.append(self._slots[slot])
+        return victims
+
     def admit(self, one: Candidate) -> NewRequest:
         """Give a request that fits, and its choices, slots and blocks."""
         request, kv = one.request, self._kv

@@ -19,7 +19,8 @@ from aneuron.server.http.errors import ApiError, api_error, error_response, mode
 from aneuron.server.tools import template_messages
 from aneuron.server.watch import health as probes
 from aneuron.server.watch.metrics import missing
-from aneuron.server.wire.common import decode, encode, refuse
+from aneuron.server.wire.common import encode
+from aneuron.server.wire.decoding import decode, refuse
 from aneuron.server.wire.messages import plain_messages
 from aneuron.server.wire.misc import (
     DetokenizeRequest,

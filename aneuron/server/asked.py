@@ -14,7 +14,7 @@ from aneuron.params.messages import Conversation
 from aneuron.server import tools as calling
 from aneuron.server.tools import Content, Reasoning
 from aneuron.server.tools.templates import template_name
-from aneuron.server.wire.common import refuse
+from aneuron.server.wire.decoding import refuse
 from aneuron.server.wire.messages import plain_messages
 from aneuron.server.wire.sampling import sampling_of
 

@@ -18,7 +18,8 @@ from aneuron.server.http.errors import api_error, error_body
 from aneuron.server.http.sse import event
 from aneuron.server.tools import CallArguments, CallBegun, Content, Reasoning
 from aneuron.server.wire import chat as wire
-from aneuron.server.wire.common import Usage, decode, encode
+from aneuron.server.wire.common import Usage, encode
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.logprobs import ChatLogprobs, TokenLogprob, chat_logprobs
 from aneuron.server.wire.sampling import field_names
 

@@ -18,7 +18,7 @@ from aneuron.prompt import check_length
 from aneuron.server.call import Endpoint, encode_each, submit_all
 from aneuron.server.http.errors import api_error, error_body
 from aneuron.server.http.sse import event
-from aneuron.server.wire.common import Usage, decode, encode, refuse
+from aneuron.server.wire.common import Usage, encode
 from aneuron.server.wire.completions import (
     MAX_PROMPTS,
     CompletionBody,
@@ -26,6 +26,7 @@ from aneuron.server.wire.completions import (
     CompletionRequest,
     CompletionWriter,
 )
+from aneuron.server.wire.decoding import decode, refuse
 from aneuron.server.wire.logprobs import LogprobColumns, prompt_logprobs
 from aneuron.server.wire.sampling import field_names, sampling_of
 

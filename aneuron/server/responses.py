@@ -16,9 +16,11 @@ from aneuron.server.call import Endpoint
 from aneuron.server.http.errors import ApiError, api_error
 from aneuron.server.http.sse import event
 from aneuron.server.tools import CallArguments, CallBegun, CallEnded, Content, Reasoning
-from aneuron.server.wire import responses as wire
-from aneuron.server.wire.common import decode, encode
+from aneuron.server.wire.common import encode
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.logprobs import TokenLogprob, chat_logprobs
+from aneuron.server.wire.responses import ResponsesRequest, field_name, renamed
+from aneuron.server.wire.responses import answer as wire
 from aneuron.server.wire.sampling import field_names
 
 if TYPE_CHECKING:
@@ -43,22 +45,22 @@ class ResponsesEndpoint(Endpoint):
         self, call: Call, body: bytes
     ) -> tuple[list[TokenStream], ResponseSpeaker, bool]:
         """Return the stream of a conversation, what speaks it, and whether as events."""
-        request, state = decode(wire.ResponsesRequest, body), self.state
+        request, state = decode(ResponsesRequest, body), self.state
         state.check(request.model)
         chat = request.as_chat()
         names = {"messages": "messages", **field_names(chat)}
-        call.names = {ours: wire.field_name(theirs) for ours, theirs in names.items()}
+        call.names = {ours: field_name(theirs) for ours, theirs in names.items()}
         try:
             asked = await Asked.of(chat, state)
         except (ApiError, InvalidRequest) as error:
-            raise wire.renamed(api_error(error, names)) from error
+            raise renamed(api_error(error, names)) from error
         spell = await state.spelling.load() if request.wants_logprobs else None
         speaker = ResponseSpeaker(call, request, asked, spell)
         call.received(1, asked.sampling, is_stream=bool(request.stream))
         try:
             stream = state.engine.chat(asked.messages, **asked.template, **asked.sampling)
         except RequestError as error:
-            raise wire.renamed(api_error(error, names)) from error
+            raise renamed(api_error(error, names)) from error
         return [stream], speaker, bool(request.stream)
 
 
@@ -242,7 +244,7 @@ class ResponseSpeaker:
     def __init__(
         self,
         call: Call,
-        request: wire.ResponsesRequest,
+        request: ResponsesRequest,
         asked: Asked,
         spell: Callable[[int], bytes] | None,
     ) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aneuron.cli.bench.progress import telling
 from aneuron.cli.simulate.fleet import figures, num_processes, percentiles_ms, run_all
 from aneuron.cli.simulate.load import Arrivals, Lengths, Load, read_workload
 from aneuron.cli.simulate.replica import Outcome, Setup, run
 from aneuron.cli.simulate.replica import simulate as simulate_replica
+from aneuron.cli.terminal import telling
 from aneuron.device.sim import Fault, SimDevice
 from aneuron.engine import Engine
 from aneuron.errors import ContextTooLong, DeviceLost, Overloaded

@@ -9,8 +9,8 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+from aneuron.cli.options import CARRIES
 from aneuron.cli.simulate.picture import Curves, picture
-from aneuron.cli.simulate.replica import CARRIES
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command

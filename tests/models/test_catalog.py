@@ -19,6 +19,7 @@ import pytest
 from aneuron.errors import ConfigError
 from aneuron.models import catalog
 from aneuron.models.catalog import BUILTIN, ResolvedModel, locate, resolve
+from aneuron.models.files import hub
 
 ROOT = Path(__file__).parents[2]
 
@@ -305,7 +306,7 @@ def test_the_pages_tell_the_size_of_the_download() -> None:
 
 def test_hub_progress_is_passed_on_and_nothing_is_drawn(capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int, int | None]] = []
-    bar_class = catalog._bar_class(lambda *facts: seen.append(facts))
+    bar_class = hub.bar_class(lambda *facts: seen.append(facts))
     with bar_class(total=10, unit="B", desc="Downloading") as bar:
         bar.update(10)
         bar.refresh()

@@ -105,6 +105,7 @@ async def test_encode_neither_cuts_nor_pads() -> None:
     assert len(await HFTokenizer(inner).encode_rendered("a")) == 1
 
 
+@pytest.mark.alone
 async def test_encode_of_5_mb_leaves_the_loop_free() -> None:
     """Plain `encode` held the GIL and froze the loop 1.4 s, from a thread too."""
     source = random.Random(0)

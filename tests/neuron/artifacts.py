@@ -52,7 +52,7 @@ def shape_of(kind: Kind, **changes: Any) -> ProgramShape:
         max_model_len=LENGTH,
         context_buckets=(8, 16, LENGTH),
         token_buckets=(16, 32, LENGTH),
-        prefix_buckets=(0, 16, LENGTH) if is_block_kv else (0,),
+        prefix_buckets=(0, 16, LENGTH if is_ours else LENGTH - BLOCK) if is_block_kv else (0,),
         is_block_kv=is_block_kv,
         block_size=BLOCK if is_block_kv else LENGTH,
         num_blocks=BATCH * LENGTH // BLOCK if is_block_kv else BATCH,

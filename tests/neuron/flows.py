@@ -89,6 +89,8 @@ def artifact(backend: Any, kind: str, sizes: tuple[tuple[str, int], ...]) -> Pat
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     num_rows = batch_size * -(-length // block_size)
     is_block_kv = backend.endswith("blocks")
+    # Ours begin a chunk anywhere; foreign ones may have no program behind the last whole block.
+    prefix = length if backend in OURS else (length - 1) // block_size * block_size
     steps = tuple(size for size in (8, 16, 32) if size < length)
     return write(
         folder / "artifact",
@@ -98,7 +100,7 @@ def artifact(backend: Any, kind: str, sizes: tuple[tuple[str, int], ...]) -> Pat
         max_model_len=length,
         context_buckets=(*steps, length),
         token_buckets=(*steps[1:], length),
-        prefix_buckets=(0, *steps[1:], length) if is_block_kv else (0,),
+        prefix_buckets=tuple(sorted({0, *steps[1:], prefix})) if is_block_kv else (0,),
         block_size=block_size,
         num_blocks=changed.get("num_kv_blocks", num_rows) if is_block_kv else batch_size,
         num_slots=2 * batch_size if backend in OURS else 0,

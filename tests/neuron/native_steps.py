@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from aneuron.testing.fakes import CountDecoder, FakeNative
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["BLOCK_SIZE", "SHAPE", "SPARE", "Row", "Steps", "shape_of", "steps"]
+    import torch
+
+__all__ = ["BLOCK_SIZE", "SHAPE", "SPARE", "Row", "Steps", "Watched", "Weakly", "shape_of", "steps"]
 
 BLOCK_SIZE, NUM_BLOCKS, SPARE = 4, 64, 8
 _STATE = {
@@ -56,6 +59,30 @@ class Row:
         cells: np.ndarray = np.array(self.blocks)[positions // BLOCK_SIZE] * BLOCK_SIZE
         cells += positions % BLOCK_SIZE
         return cells
+
+
+class Watched(FakeNative):
+    """Writes down what is sent to the core."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sent: list[torch.Tensor] = []
+
+    def to_device(self, tensor: torch.Tensor, *, non_blocking: bool = True) -> torch.Tensor:
+        self.sent.append(tensor)
+        return super().to_device(tensor, non_blocking=non_blocking)
+
+
+class Weakly(FakeNative):
+    """Knows what was sent to the core, and does not keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[weakref.ref[torch.Tensor]] = []
+
+    def to_device(self, tensor: torch.Tensor, *, non_blocking: bool = True) -> torch.Tensor:
+        self.sent.append(weakref.ref(tensor))
+        return super().to_device(tensor, non_blocking=non_blocking)
 
 
 @dataclass

@@ -56,6 +56,7 @@ class Rig:
         count = len(prompt)
         args[IDS][0, :count] = torch.tensor(prompt)
         args[POSITIONS][0, :count] = torch.arange(count)
+        args[POSITIONS][0, count:] = min(1, count - 1)
         args[SEQ_IDS][0] = row.seq_id
         if self.shape.is_block_kv:
             args[SLOTS][0, :count] = torch.tensor([row.slot(one) for one in range(count)])
@@ -151,7 +152,7 @@ def settings(kind: Kind, ranks: int) -> dict[str, Any]:
             "is_prefix_caching": True,
             "pa_block_size": BLOCK,
             "pa_num_blocks": 1 + BATCH * LENGTH // BLOCK,
-            "prefix_buckets": [LENGTH],
+            "prefix_buckets": [LENGTH if kind == "slots" else LENGTH - BLOCK],
         }
     config: dict[str, Any] = {"neuron_config": told}
     if kind == "slots":

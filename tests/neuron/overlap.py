@@ -43,12 +43,12 @@ class Window(NamedTuple):
     gap_ms: float  # largest, of the event loop
 
 
-async def beat(gaps: list[float]) -> None:
+async def beat(gaps: list[float], every_s: float = BEAT_S) -> None:
     """Note how late the loop gives a coroutine its turn."""
     while True:
         before_s = monotonic()  # uvloop's own time counts milliseconds
-        await asyncio.sleep(BEAT_S)
-        gaps.append(monotonic() - before_s - BEAT_S)
+        await asyncio.sleep(every_s)
+        gaps.append(monotonic() - before_s - every_s)
 
 
 async def read(stream: TokenStream, last: int, marks: list[tuple[float, ...]], core: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aneuron.testing import no_leaks
 from tests.neuron.flows import WIDE, every_way_with_blocks, fake_engine, fast
 from tests.support import after, sum_reference
+from tests.watch import watched
 
 if TYPE_CHECKING:
     from aneuron import Completion, Engine
@@ -37,9 +38,14 @@ async def test_case_17_every_token_once_through_preemptions(backend: str, carry:
 async def test_case_18_some_request_goes_on(backend: str, carry: str) -> None:
     options: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 11, "max_num_seqs": 6}
     async with fake_engine(backend, carry, "sum", **options) as (engine, _), no_leaks(engine):
+        watch = watched(engine)
         prompts = [[n] * n for n in range(1, 7)]
         found = await together(engine, prompts, 16)
         assert [one.token_ids for one in found] == [alone(one, 16) for one in prompts]
+        assert watch.preempted
+        assert set(watch.preempted) == {1}  # in each pass: one more block is all that it lacks
+        for at in range(len(watch.steps) - 2):
+            assert any(watch.steps[at : at + 3]), f"no token in steps {at} to {at + 2}"
 
 
 @every_way_with_blocks

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aneuron import ConfigError
 from aneuron.batch import InputBatch
+from aneuron.carry import HandoffCarry, ResidentCarry, make_carry
+from aneuron.models.neuron.artifact import Artifact
+from aneuron.models.neuron.launches import NxdLaunched
 from aneuron.models.neuron.native import NativeExecutable
+from aneuron.models.neuron.native_graphs import NativeLaunch
 from aneuron.testing import no_leaks
-from tests.neuron.artifacts import engine_over, write
+from tests.neuron.artifacts import KINDS, MODEL, OURS, engine_over, finish, shape_of, write
 from tests.neuron.flows import BACKENDS, every_way, fake_engine, handoff_everywhere
 from tests.support import after, break_counts, start, swap_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+
     from aneuron import Engine
+    from tests.neuron.artifacts import Kind
 
 LONG: dict[str, Any] = {"max_model_len": 256}  # no bucket of contexts ends within a test
 TRACED = [one for one in BACKENDS if one != "native"]
@@ -34,18 +40,25 @@ async def together(engine: Engine, lasts: list[int], count: int) -> list[list[in
 
 @handoff_everywhere
 async def test_case_83_a_length_stop_breaks_when_its_request_leaves_the_plan(backend: str) -> None:
-    async with fake_engine(backend, "handoff", **LONG) as (engine, fake), no_leaks(engine):
+    options = {**LONG, "timeline": True}
+    async with fake_engine(backend, "handoff", **options) as (engine, fake), no_leaks(engine):
         before = fake.core.num_launches
         first, second = start(engine, 100, 5), start(engine, 200, 9)
         assert (await first).token_ids == after(100, 5)
         assert (await second).token_ids == after(200, 9)
         await engine.wait_idle()
-        breaks = break_counts(engine)
-        assert breaks["composition_changed"] >= 1
-        # Two prefills of one prompt each, and no row is computed after its last token.
-        rows = engine.stats().steps - 2
-        assert rows <= 8 + 4  # together, or one behind the other
-        assert fake.core.num_launches - before == engine.stats().steps
+        steps = engine.timeline.steps
+        rows = [one.request_ids.tolist() for one in steps]
+        # Each has as many rows as tokens: none behind its last one.
+        assert [sum(ids.count(one) for ids in rows) for one in (1, 2)] == [5, 9]
+        last = max(at for at, ids in enumerate(rows) if 1 in ids)
+        assert rows[last] == [1, 2]
+        broken = [[reason.value for reason, *_ in one.breaks] for one in steps[last:]]
+        assert broken == [[], ["composition_changed"], *[[]] * (len(steps) - last - 2)]
+        fed = [one.is_async for one in steps[last:]]
+        assert fed == [True, False, *[True] * (len(fed) - 2)]
+        assert len(fed) > 3
+        assert fake.core.num_launches - before == len(steps)
 
 
 @handoff_everywhere
@@ -67,12 +80,29 @@ async def test_case_84_a_reorder_of_the_same_set_is_remapped(backend: str) -> No
             swap_rows(self, 0, 1)
             swap_rows(self, 1, 2)
 
+    gathered: list[tuple[Any, np.ndarray, Any]] = []
+
+    def recording(gather: Any) -> Any:
+        def call(source: Any, order: np.ndarray) -> Any:
+            gathered.append((source, order.copy(), gather(source, order)))
+            return gathered[-1][-1]
+
+        return call
+
     async with fake_engine(backend, "handoff", **LONG) as (engine, _), no_leaks(engine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(InputBatch, "update", reordering)
+            for kind in (NativeLaunch, NxdLaunched):
+                patch.setattr(kind, "gather", recording(kind.gather))
             lasts = [1000, 2000, 3000]
             assert await together(engine, lasts, 30) == [after(last, 30) for last in lasts]
         assert break_counts(engine)["reordered"] == 1
+    (source, order, fed) = gathered.pop()
+    assert not gathered
+    assert order.tolist() == [1, 2, 0, 3]  # padding, where it was
+    before, told = await asyncio.to_thread(source.read), await asyncio.to_thread(fed.read)
+    assert told.tolist() == before[order].tolist()
+    assert len(set(told[:3].tolist())) == 3
 
 
 @pytest.mark.parametrize(("num", "expected"), [(1, 0), (3, 1)])
@@ -134,10 +164,12 @@ async def test_each_step_is_counted_once(backend: str, carry: str) -> None:
             assert stats.breaks.keys() <= {"drain"}
 
 
-def test_the_published_protocol_is_what_auto_takes_for_foreign_programs() -> None:
-    """`resident` is for programs of ours: their spec says that they keep tokens."""
-    from tests.neuron.artifacts import shape_of
-
-    assert shape_of("blocks").num_slots
-    assert not shape_of("nxdi blocks").num_slots
-    assert replace(shape_of("rows"), num_slots=0) != shape_of("rows")
+@pytest.mark.parametrize("backend", KINDS)
+def test_the_published_protocol_is_what_auto_takes_for_foreign_programs(
+    tmp_path: Path, backend: Kind
+) -> None:
+    """`resident` is for programs of ours: what their artifacts say is that they keep tokens."""
+    finish(tmp_path, shape_of(backend), [{}], MODEL)
+    spec = Artifact.read(tmp_path).spec
+    carry = make_carry("auto", has_slots=spec.has_slots, bucket_edges=spec.bucket_edges)
+    assert type(carry) is (ResidentCarry if backend in OURS else HandoffCarry)

@@ -53,7 +53,7 @@ def test_blocks_are_the_default_and_hold_every_request_at_its_longest() -> None:
     assert shape.is_block_kv
     assert (shape.batch_size, shape.block_size, shape.max_model_len) == (2, 4, 64)
     assert (shape.num_blocks, shape.num_slots, shape.dtype) == (2 * 64 // 4, 4, "float32")
-    assert (shape.context_buckets, shape.prefix_buckets) == ((64,), (0, 60))
+    assert (shape.context_buckets, shape.prefix_buckets) == ((64,), (0, 64))
     assert shape.token_buckets == (64,)
 
 
@@ -61,7 +61,7 @@ def test_buckets_double_from_128_tokens_on() -> None:
     shape = shape_for(EngineConfig(), ModelConfig.from_dict({**CONFIG, **LONG}))
     assert shape.context_buckets == (128, 256, 512)
     assert shape.token_buckets == (128, 256, 512, 1024)
-    assert shape.prefix_buckets == (0, 128, 256, 512, 1008)
+    assert shape.prefix_buckets == (0, 128, 256, 512, 1024)
     assert shape.dtype == "bfloat16"
 
 

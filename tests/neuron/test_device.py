@@ -193,7 +193,7 @@ async def test_a_full_queue_is_nobodys_fault() -> None:
 
 async def test_a_queue_that_is_full_of_nothing_is_a_refused_launch() -> None:
     async with started() as (device, program, _):
-        program.refusals = [RuntimeError("nrt status 7")] * 2
+        program.refusals = [RuntimeError("nrt status 7")] * 9
         with pytest.raises(DeviceError, match="QUEUE_FULL"):
             await device.launch(program, inputs())
         assert not program.refusals

@@ -45,9 +45,9 @@ def test_rule_14_a_launch_that_blocks_returns_when_its_graph_has_ended(
 # ── rule 15: faults ─────────────────────────────────────────────────────────────────────
 
 
-def run(fake: FakeNative) -> list[int]:
+def run(fake: FakeNative, host: torch.Tensor | None = None) -> list[int]:
     """Send, launch and read; what is sent stays until then."""
-    host = ids_of(1)
+    host = ids_of(1) if host is None else host
     sent = fake.to_device(host)
     ids: list[int] = fake.to_host(fake.call(fake.compile(increment), sent)).tolist()
     assert len(sent) == len(host)
@@ -143,8 +143,9 @@ def test_rule_15_an_index_out_of_bounds(fake: FakeNative) -> None:
 def test_rule_15_a_compilation_fails(request: pytest.FixtureRequest) -> None:
     fake = make(request, faults=[Fault("compile", step=2)])
     assert run(fake) == [2]
+    stays = ids_of(1)  # until something behind its copy was read
     with pytest.raises(RuntimeError, match="NCC_"):
-        run(fake)  # a graph of its own
+        run(fake, stays)  # a graph of its own
     assert run(fake) == [2]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aneuron.device.neuron.status import status_of
-from aneuron.testing.fakes import Violation
+from aneuron.testing.fakes import Fault, Violation
 from tests.neuron.native_rig import counter, fake, held, ids_of, increment
 
 if TYPE_CHECKING:
@@ -126,12 +126,28 @@ def test_rule_06_a_read_of_a_copy_settles_it(fake: FakeNative) -> None:
         fake.to_host(gone)
 
 
-def test_rule_06_inputs_of_a_launch_that_was_refused_may_go(fake: FakeNative) -> None:
-    graph, host = fake.compile(increment), ids_of(1)
-    with pytest.raises(Violation, match="something of"):
-        fake.call(graph, fake.to_device(ids_of(5)), host)
-    assert fake.to_host(fake.call(graph, sent := fake.to_device(host))).tolist() == [2]
-    assert len(sent) == len(fake.violations)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_rule_06_inputs_of_a_launch_that_was_refused_stay_until_the_next_was_read(
+    fake: FakeNative, *, keeps: bool
+) -> None:
+    graph, host, refused = fake.compile(increment), ids_of(1), [ids_of(5)]
+    fake.core.inject(Fault(7))
+    with pytest.raises(RuntimeError) as caught:
+        fake.call(graph, fake.to_device(refused[0]))
+    assert status_of(caught.value) == 7
+    del caught
+    if not keeps:
+        refused.clear()
+    output = fake.call(graph, sent := fake.to_device(host))
+    if keeps:
+        assert fake.to_host(output).tolist() == [2]
+        refused.clear()
+        assert fake.to_host(fake.call(graph, sent)).tolist() == [2]
+        assert not fake.violations
+    else:
+        with pytest.raises(Violation, match="dropped before"):
+            fake.to_host(output)
+    assert len(sent) == len(host)
 
 
 @pytest.mark.parametrize("drops_feed", [False, True])

@@ -277,6 +277,19 @@ def test_rule_13_a_prefill_is_one_prompt_in_order(tmp_path: Path) -> None:
             one.launch(args)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_rule_08_padding_has_no_higher_position_than_a_prompt(
+    tmp_path: Path, kind: Any, count: int
+) -> None:
+    text = f"padding behind position {count - 1} has a higher one"
+    with rig(tmp_path, kind, expect=text) as one:
+        args = one.prefill(Row(0, count), [5] * count)
+        args[POSITIONS][0, count:] = count
+        with violation(text):
+            one.launch(args)
+
+
 def test_rule_13_a_prefill_is_not_fed(tmp_path: Path) -> None:
     with rig(tmp_path, "rows", expect="a prefill fed with a device tensor") as one:
         args: list[Any] = list(one.prefill(Row(0, 3), [1, 2]))

@@ -17,25 +17,13 @@ from aneuron.errors import DeviceError, OutOfMemory
 from aneuron.models.neuron.native import NativeModel, native_spec
 from aneuron.plans import LogitEdits
 from aneuron.testing.fakes import CountDecoder, FakeNative, Fault, SumDecoder, Times
-from tests.neuron.native_steps import SHAPE, Row, shape_of, steps
+from tests.neuron.native_steps import SHAPE, Row, Watched, Weakly, shape_of, steps
 from tests.support import after, sum_reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VOCAB = 300
-
-
-class Watched(FakeNative):
-    """Writes down what is sent to the core."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.sent: list[torch.Tensor] = []
-
-    def to_device(self, tensor: torch.Tensor, *, non_blocking: bool = True) -> torch.Tensor:
-        self.sent.append(tensor)
-        return super().to_device(tensor, non_blocking=non_blocking)
 
 
 class Spoilt(CountDecoder):
@@ -172,6 +160,30 @@ def test_rule_04_a_read_frees_a_place_in_the_queue() -> None:
         launched.append(on.run(refused))  # and the refused launch has left nothing behind
         ids = [int(one.read()[0]) for one in launched]
     assert ids == after(6, 4)
+
+
+@pytest.mark.parametrize("what", ["decode", "gather"])
+def test_rule_06_what_a_refused_launch_has_sent_stays_until_the_next_was_read(what: str) -> None:
+    fake = Weakly()
+    with steps(fake) as on:
+        row, _ = on.begin(0, [5])
+        first = on.run(on.decode([row], None))
+        inputs = on.decode([row], None)
+        fake.sent.clear()
+        fake.core.inject(Fault(7))
+        with pytest.raises(RuntimeError) as caught:
+            on.run(inputs) if what == "decode" else first.gather(np.arange(4))
+        assert status_of(caught.value) == 7
+        del caught  # its traceback has the launch's locals
+        sent = list(fake.sent)
+        gc.collect()
+        assert sent
+        assert all(one() is not None for one in sent)
+        again = on.run(inputs)
+        assert again.read()[0] == 8
+        gc.collect()
+        assert not any(one() for one in sent)
+        assert first.read()[0] == 7
 
 
 @pytest.mark.parametrize("has_events", [False, True])

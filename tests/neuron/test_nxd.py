@@ -121,8 +121,8 @@ async def test_nxdi_s_sampling_has_no_such_parameter(tmp_path: Path, name: str) 
 
 async def test_greedy_programs_draw_nothing(tmp_path: Path) -> None:
     async with engine_over(await made(tmp_path, "nxdi greedy")) as (engine, _):
-        with pytest.raises(InvalidRequest) as told:
-            await engine.generate(prompt_token_ids=[1], temperature=1.0)
+        with pytest.raises(InvalidRequest, match="pass temperature=0") as told:
+            await engine.generate(prompt_token_ids=[1])  # as the defaults have it
         assert told.value.param == "temperature"
 
 

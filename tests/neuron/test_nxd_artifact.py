@@ -137,6 +137,8 @@ def test_blocks_of_nxdi() -> None:
         ({"enable_bucketing": True, "context_encoding_buckets": [64]}, "context_encoding_buckets"),
         ({"enable_bucketing": True, "token_generation_buckets": [64]}, "token_generation_buckets"),
         ({"enable_bucketing": True, "token_generation_buckets": 64}, "token_generation_buckets"),
+        ({"tensor_replacement_config": {"ref_dir": "a"}}, "tensor_replacement_config"),
+        ({"async_mode": True, "on_device_sampling_config": None}, "async_mode"),
     ],
 )
 def test_what_is_not_done_here_is_refused_by_name(settings: dict[str, Any], name: str) -> None:
@@ -144,6 +146,34 @@ def test_what_is_not_done_here_is_refused_by_name(settings: dict[str, Any], name
     with pytest.raises(ConfigError, match=name) as told:
         program_shape({**ROWS, **settings}, None)
     assert told.value.param == name
+
+
+@pytest.mark.parametrize("name", ["logical_nc_config", "logical_neuron_cores"])
+def test_programs_of_another_core_size_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("NEURON_RT_VIRTUAL_CORE_SIZE", raising=False)
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    program_shape({**ROWS, name: 2}, None)  # the chip's own, which nobody has said
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    program_shape({**ROWS, name: 2}, None)
+    with pytest.raises(ConfigError, match=name) as told:
+        program_shape({**ROWS, name: 1}, None)
+    assert told.value.param == name
+
+
+@pytest.mark.parametrize("base", [ROWS, BLOCKS])
+def test_what_is_inside_the_programs_changes_nothing(base: dict[str, Any]) -> None:
+    inside = {
+        "async_mode": True,
+        "quantized": True,
+        "quantization_dtype": "int8",
+        "kv_cache_quant": True,
+        "sliding_window": 512,
+        "attention_chunk_size": 512,
+        "output_logits": True,
+    }
+    assert program_shape({**base, **inside}, None) == program_shape(base, None)
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,18 @@ def test_rule_08_a_prompt_of_nxdi_is_masked_before_a_token_and_on_it(tmp_path: P
         assert spy.last(POSITIONS).tolist() == [[0, 1, 2, 1, 1, 1, 1, 1]]
         on.run(on.decode([one], [token])).read()
         assert spy.last(MASK).sum(dim=1).tolist() == [0, 3, 0, 0]  # what is in the cache already
-        on.begin(2, [9])
-        assert spy.last(POSITIONS).max() == 0  # its last token is at the highest position
+
+
+@pytest.mark.parametrize("kind", ["nxdi rows", "nxdi blocks"])
+def test_rule_08_the_last_token_of_a_prompt_has_the_first_highest_position(
+    tmp_path: Path, kind: Kind
+) -> None:
+    spy = Spy()
+    with launcher(write(tmp_path / "a", kind), spy) as on:
+        for count in (1, 2, 3):
+            on.begin(2, [9] * count)
+            assert spy.last(POSITIONS)[0].tolist().index(count - 1) == count - 1
+            assert spy.last(POSITIONS).max() == count - 1
 
 
 @pytest.mark.parametrize("kind", ["blocks", "nxdi blocks"])
@@ -281,7 +291,7 @@ def test_rule_13_a_prompt_has_been_read_when_its_launch_returns(tmp_path: Path, 
         two.num_reqs = 2
         two.context_lens = np.array([2, 2], np.int32)
         with pytest.raises(ValueError, match="2 prompts in a step"):
-            on.model.executable(two)
+            on.run(two)
 
 
 @pytest.mark.parametrize("layout", ["rank_out", "out_rank"])

@@ -25,7 +25,7 @@ sizes = st.sampled_from(
 latencies = st.sampled_from([0.0, 0.0005, 0.002])
 
 
-@settings(max_examples=max(2, settings().max_examples // 12))
+@settings(max_examples=max(2, settings().max_examples // 30))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "carry"), WAYS, ids=[" ".join(way) for way in WAYS])
 @pytest.mark.parametrize("kind", ["count", "sum"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zipfile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ import torch
 import torch._dynamo  # noqa: F401  it does not load while torch.device is a function
 from torch import nn
 
+from aneuron import ConfigError
+from aneuron.device.neuron import nxd_runtime
 from aneuron.device.neuron.native_runtime import LITE, TORCH_NEURON, NativeRuntime
 from aneuron.device.neuron.nxd_runtime import ModelBuilderCompiler, NxdRuntime
 from tests.neuron.stand_ins import Recorder, install, neuron_classes
@@ -147,15 +150,50 @@ class Instance:
         self.given = (module_cls, input_output_aliases)
 
 
+class OlderBuilder(Builder):
+    """ModelBuilder as it was before an argument was renamed."""
+
+    def __init__(self, *, logical_neuron_cores: int = 1, **settings: Any) -> None:
+        super().__init__(logical_neuron_cores=logical_neuron_cores, **settings)
+
+
+def clear_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*nxd_runtime._CORE_SIZES, nxd_runtime._PLATFORM, "NEURON_CC_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "builder", "sizes", "flag"),
+    [
+        ({}, Builder, {}, ""),  # the compiler's default is the runtime's
+        ({}, OlderBuilder, {"logical_neuron_cores": 1}, ""),
+        ({"NEURON_LOGICAL_NC_CONFIG": "2"}, Builder, {"logical_nc_config": 2}, " --lnc=2"),
+        ({"NEURON_LOGICAL_NC_CONFIG": "2"}, OlderBuilder, {"logical_neuron_cores": 2}, " --lnc=2"),
+        ({"NEURON_RT_VIRTUAL_CORE_SIZE": "2"}, Builder, {"logical_nc_config": 2}, " --lnc=2"),
+        (
+            {"NEURON_RT_VIRTUAL_CORE_SIZE": "2", "NEURON_LOGICAL_NC_CONFIG": "1"},
+            Builder,
+            {"logical_nc_config": 1},
+            " --lnc=1",
+        ),
+    ],
+)
 def test_the_compiler_makes_a_model_of_each_bucket(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variables: dict[str, str],
+    builder: type[Builder],
+    sizes: dict[str, int],
+    flag: str,
 ) -> None:
     Builder.made.clear()
-    names = {"ModelBuilder": Builder, "BaseModelInstance": Instance}
+    clear_environment(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    names = {"ModelBuilder": builder, "BaseModelInstance": Instance}
     install(monkeypatch, "neuronx_distributed.trace.model_builder", **names)
     mappings = {"reduce_from_tensor_model_parallel_region": sum}
     install(monkeypatch, "neuronx_distributed.parallel_layers.mappings", **mappings)
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     saved: list[Any] = []
     monkeypatch.setattr(torch.jit, "save", lambda *args: saved.append(args))
     told: list[Any] = []
@@ -167,17 +205,15 @@ def test_the_compiler_makes_a_model_of_each_bucket(
         ranks=8,
         progress=lambda *args: told.append(args),
     )
-    (builder,) = Builder.made
-    work = builder.settings.pop("compiler_workdir")
+    (made,) = Builder.made
+    work = made.settings.pop("compiler_workdir")
     assert not work.startswith(str(tmp_path))  # the artifact has what was compiled, no more
-    assert builder.settings == {
-        "router": None, "tp_degree": 8, "checkpoint_loader": None, "logical_neuron_cores": 2,
-    }  # fmt: skip
-    *added, traced = builder.calls
+    assert made.settings == {"router": None, "tp_degree": 8, "checkpoint_loader": None, **sizes}
+    *added, traced = made.calls
     assert traced == ("trace", (), {"initialize_model_weights": False})
     assert [one["key"] for _, _, one in added] == [f"{program.tag}_{at}" for at in range(2)]
     assert [one["example_inputs"] for _, _, one in added] == [[one] for one in program.inputs]
-    assert all("-O2 --lnc=2" in one["compiler_args"] for _, _, one in added)
+    assert all(one["compiler_args"].endswith(f" -O2{flag}") for _, _, one in added)
     instance = added[0][2]["model_instance"]
     assert not program.ranks  # the builder says when
     instance.load_module()
@@ -190,16 +226,40 @@ def test_the_compiler_makes_a_model_of_each_bucket(
 
 
 def test_a_compiler_s_version_changes_with_what_it_compiles_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    before = ModelBuilderCompiler().version
-    assert f"torch-{torch.__version__.partition('+')[0]}" in before
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    logical = ModelBuilderCompiler().version
-    monkeypatch.setenv("NEURON_CC_FLAGS", "-O3")
-    assert len({before, logical, ModelBuilderCompiler().version}) == 3
+    clear_environment(monkeypatch)
+    chip = tmp_path / "instance_type"
+    monkeypatch.setattr(nxd_runtime, "_CHIP", chip)
+    versions = [ModelBuilderCompiler().version]
+    assert f"torch-{torch.__version__.partition('+')[0]}" in versions[0]
+    assert "chip=unknown lnc=default" in versions[0]
+    for name in ("Trn1\n", "Trn2\n"):
+        chip.write_text(name)
+        versions.append(ModelBuilderCompiler().version)
+    assert "chip=trn2 lnc=default" in versions[-1]
+    for name, value in {
+        "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3",
+        "NEURON_RT_VIRTUAL_CORE_SIZE": "2",
+        "NEURON_LOGICAL_NC_CONFIG": "1",
+        "NEURON_CC_FLAGS": "-O3",
+    }.items():
+        monkeypatch.setenv(name, value)
+        versions.append(ModelBuilderCompiler().version)
+    assert "chip=trn3 lnc=1" in versions[-1]
+    assert len(set(versions)) == 7
+
+
+@pytest.mark.parametrize("name", nxd_runtime._CORE_SIZES)
+@pytest.mark.parametrize("value", ["two", "0", "-1", "1.5"])
+def test_a_core_size_that_is_no_number_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    clear_environment(monkeypatch)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} must be a number") as told:
+        ModelBuilderCompiler()
+    assert told.value.param == name
 
 
 # ── native PyTorch ──────────────────────────────────────────────────────────────────────
@@ -209,6 +269,7 @@ def test_a_compiler_s_version_changes_with_what_it_compiles_for(
 def neuron(monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch.neuron of TorchNeuron, and a torch that has a device of that name."""
     events: list[Recorder] = []
+    freed: list[tuple[str, int | None]] = []
 
     def event() -> Recorder:
         events.append(Recorder())
@@ -217,7 +278,9 @@ def neuron(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = SimpleNamespace(
         Event=event,
         memory_stats=lambda device: {"allocated_bytes.all.current": device.index},
-        empty_cache=lambda: None,
+        freed=freed,
+        synchronize=lambda device: freed.append(("synchronize", device.index)),
+        empty_cache=lambda: freed.append(("empty_cache", None)),
         events=events,
     )
     monkeypatch.setattr(torch, "neuron", module, raising=False)
@@ -253,6 +316,41 @@ def test_torch_neuron_is_called_on_its_core(neuron: Any, monkeypatch: pytest.Mon
     assert event.calls == [("record", (), {}), ("synchronize", (), {})]
     assert len(neuron.events) == 1
     assert raw.memory_stats() == {"allocated_bytes.all.current": 3}
+    raw.close()
+    assert neuron.freed == [("synchronize", 3), ("empty_cache", None)]
+
+
+def test_a_core_that_is_lost_is_closed_as_far_as_it_goes(neuron: Any) -> None:
+    def lost(_: Any) -> None:
+        raise RuntimeError("nrt status 101")
+
+    neuron.synchronize = lost
+    with pytest.raises(RuntimeError, match="101"):
+        NativeRuntime().close()
+    assert neuron.freed == [("empty_cache", None)]
+
+
+@pytest.mark.usefixtures("neuron")
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (ImportError("no libnrt"), ImportError),
+        (OSError("libnrt.so.1: cannot open"), OSError),
+        (RuntimeError("nrt status 13"), RuntimeError),
+        (AttributeError("torch has no _C"), ImportError),
+    ],
+)
+def test_what_the_lite_package_raises_is_of_a_few_kinds(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[Exception]
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "libtorch_neuronx_lite":
+                raise raised
+
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(kind, match=str(raised)):
+        NativeRuntime(LITE)
 
 
 @pytest.mark.usefixtures("neuron")

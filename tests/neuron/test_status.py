@@ -22,6 +22,22 @@ from aneuron.device.neuron.status import STATUSES, as_config_error, classify, st
         ("NeuronCore(s) not available - Requested:1 Available:0", 1005),
         ("status 8 of 9 shards", None),  # there is no such code
         ("nothing of the kind in 101 lines", None),
+        ("Command 'neuronx-cc compile' returned non-zero exit status 1.", None),
+        ("exit_status=4", None),
+        ("HTTP status code 7", None),
+        ("expected status 2, got 3", None),
+        ("neuronx-cc failed: [NCC_EBVF030] too many instructions, status 4", None),
+        ("neuronx-cc failed: [NCC_XYZA123] NRT_RESOURCE", None),
+        ("init status 0; nrt_execute status=4", 4),
+        ("NRT_FAILURE (1): nrt_load gave status 9", 9),
+        ("NRT_FAILURE, and no more", 1),
+        ("NRT_EXEC_HW_ERR_NC_UE", 1200),
+        ("NRT_EXEC_HW_ERR_NC_UE (1202)", 1200),
+        ("nrt status 1202: NRT_EXEC_HW_ERR_NC_UE", 1202),
+        ("NRT_INVALID_HANDLE", 3),
+        ("NRT_LOAD_NOT_ENOUGH_NC: 3 of 5", 9),
+        ("NRT_RESOURCEFUL", None),
+        ("NRT_NEW_ONE (5)", 5),
         ("", None),
     ],
 )
@@ -63,12 +79,23 @@ def test_a_status_becomes_its_typed_error(code: int, kind: type[DeviceError]) ->
         (MemoryError(), OutOfMemory),
         (FloatingPointError("the logits hold NaN"), DeviceError),
         (RuntimeError("[NCC_EBVF030] too many instructions"), LaunchFailed),
+        (RuntimeError("[NCC_EBVF030] too many instructions; exit status 4"), LaunchFailed),
+        (RuntimeError("[NCC_EBVF030] too many instructions; status 4"), LaunchFailed),
+        (RuntimeError("[NCC_XYZA123] nobody knows; status 4"), LaunchFailed),
+        (RuntimeError("neuronx-cc returned non-zero exit status 1."), LaunchFailed),
+        (RuntimeError("compiled by neuronx-cc 2: nrt status 10"), DeviceLost),
     ],
 )
 def test_what_has_no_status_is_classified_by_what_it_is(
     error: Exception, kind: type[DeviceError]
 ) -> None:
     assert type(classify(error, "neuron-rank1")) is kind
+
+
+def test_what_the_compiler_reports_comes_with_advice() -> None:
+    failed = RuntimeError("neuronx-cc failed: [NCC_EBVF030] too many; exit status 4")
+    assert "smaller buckets" in str(classify(failed, "neuron"))
+    assert "log" in str(classify(RuntimeError("[NCC_XYZA123] nobody knows"), "neuron"))
 
 
 def test_a_compiler_code_comes_with_advice() -> None:

@@ -25,8 +25,8 @@ from aneuron.server import ServerConfig, build_app
 from aneuron.server.http.errors import ApiError
 from aneuron.server.tools import template_messages
 from aneuron.server.wire.chat import ChatRequest
-from aneuron.server.wire.common import Request, decode
 from aneuron.server.wire.completions import CompletionRequest
+from aneuron.server.wire.decoding import Request, decode
 from aneuron.server.wire.messages import plain_messages
 from aneuron.server.wire.misc import DetokenizeRequest, TokenizeRequest
 from aneuron.server.wire.openapi import openapi

@@ -9,7 +9,7 @@ import pytest
 
 from aneuron.server.config import ServerConfig
 from aneuron.server.wire.chat import ChatRequest
-from aneuron.server.wire.common import decode
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.openapi import openapi
 from aneuron.server.wire.responses import ResponsesRequest
 from aneuron.testing import sim_engine
@@ -17,7 +17,7 @@ from tests.server.scripted import PLAIN, Noise, byte_level, user
 from tests.server.test_openapi import holds
 
 if TYPE_CHECKING:
-    from aneuron.server.wire.common import Request
+    from aneuron.server.wire.decoding import Request
     from tests.server.scripted import Serve
 
 DOCUMENT = openapi(ServerConfig())

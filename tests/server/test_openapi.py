@@ -12,8 +12,8 @@ from aneuron.server.config import ServerConfig
 from aneuron.server.http.errors import ApiError, error_body
 from aneuron.server.http.guard import OPEN_PATHS
 from aneuron.server.wire.chat import ChatRequest, ChatWriter
-from aneuron.server.wire.common import decode
 from aneuron.server.wire.completions import CompletionRequest, CompletionWriter
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.misc import DetokenizeRequest, TokenizeRequest
 from aneuron.server.wire.openapi import openapi
 from aneuron.server.wire.responses import ResponsesRequest
@@ -21,7 +21,7 @@ from aneuron.server.wire.responses import ResponsesRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aneuron.server.wire.common import Request
+    from aneuron.server.wire.decoding import Request
 
 DOCUMENT = openapi(ServerConfig())
 SCHEMAS = DOCUMENT["components"]["schemas"]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from aneuron.server import ServerConfig
 from aneuron.server.http.errors import ApiError
-from aneuron.server.wire.common import decode
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.fields import RESPONSES
 from aneuron.server.wire.responses import ResponsesRequest
 from aneuron.testing import Script, count_engine, no_leaks, sim_engine

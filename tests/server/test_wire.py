@@ -16,13 +16,13 @@ from aneuron.params.messages import validate_messages
 from aneuron.server.http.errors import ApiError
 from aneuron.server.tools import template_messages, validate_tool_choice, validate_tools
 from aneuron.server.wire.chat import ChatRequest
-from aneuron.server.wire.common import decode
 from aneuron.server.wire.completions import CompletionRequest
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.messages import plain_messages
 from aneuron.server.wire.misc import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from aneuron.server.wire.common import Request
+    from aneuron.server.wire.decoding import Request
 
 KINDS: list[type[Request]] = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
 HELLO = [{"role": "user", "content": "Hi"}]

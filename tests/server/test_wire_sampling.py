@@ -16,8 +16,8 @@ from aneuron.models.tokenizer import ByteTokenizer
 from aneuron.params import Grammar
 from aneuron.server.http.errors import ApiError, api_error
 from aneuron.server.wire.chat import ChatRequest
-from aneuron.server.wire.common import decode
 from aneuron.server.wire.completions import CompletionRequest
+from aneuron.server.wire.decoding import decode
 from aneuron.server.wire.sampling import RENAMED, field_names, sampling_of
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -28,6 +28,7 @@ from aneuron.cli.bench.common import (
 )
 from aneuron.cli.bench.rig.words import word_tokenizer
 from aneuron.cli.bench.rig.workload import SHORT_PROMPT, open_profile, prompts_of, read_all, submit
+from aneuron.cli.options import CARRIES
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,11 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["arrivals_of", "churn", "lengths_of"]
 
-_CARRIES: dict[str, dict[str, Any]] = {
-    "host": {"async_scheduling": False},
-    "handoff": {"token_carry": "handoff"},
-    "resident": {"token_carry": "resident"},
-}
 _SEED = 0
 
 
@@ -163,10 +159,10 @@ async def _measure(case: _Case, share: float | None, rounds: int) -> dict[str, l
 async def _rounds(
     case: _Case, rounds: int, arrivals: list[float] | None
 ) -> dict[str, list[_Round]]:
-    done: dict[str, list[_Round]] = {carry: [] for carry in _CARRIES}
+    done: dict[str, list[_Round]] = {carry: [] for carry in CARRIES}
     for number in range(rounds):
         tell(f"round {number + 1} of {rounds}, {'closed loop' if arrivals is None else 'Poisson'}")
-        for carry, options in _CARRIES.items():
+        for carry, options in CARRIES.items():
             done[carry].append(await _run(case, options, arrivals))
     return done
 

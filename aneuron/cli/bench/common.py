@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
+from aneuron.cli.options import Flag, JsonFlag
 from aneuron.cli.terminal import note, show_json
 from aneuron.device.profiles import PROFILES
 from aneuron.errors import ConfigError
@@ -40,8 +41,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Flag = Annotated[bool, Parameter(negative="")]
-JsonFlag = Annotated[bool, Parameter(name="--json", negative="")]
 ProfileName = Annotated[
     str,
     Parameter(help=f"A latency profile of the simulated device: {', '.join(PROFILES)}."),
@@ -170,6 +169,8 @@ def show_table(
 
 
 def _cell(value: Any) -> str:
+    if value is None:  # there was nothing to measure
+        return "-"
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
     return str(value)

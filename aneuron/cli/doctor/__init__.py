@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path  # noqa: TC003  (the command line makes one)
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from aneuron.cli.doctor.checks import WORST, diagnose
 from aneuron.cli.doctor.facts import gather
+from aneuron.cli.options import Flag, JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import show_json
 from aneuron.errors import ConfigError
 
@@ -29,9 +28,9 @@ _MARKS = {"ok": "[green]ok[/]", "note": "--", "warning": "[yellow]warning[/]", "
 
 def doctor(
     *,
-    probe: Annotated[bool, Parameter(negative="")] = False,
+    probe: Flag = False,
     profile: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: JsonFlag = False,
 ) -> int:
     """Tell what this machine can run, and why not; status 0 if the default device works.
 

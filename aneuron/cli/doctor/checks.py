@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aneuron.cli.doctor.facts import EXTRAS
+from aneuron.cli.doctor.facts import EXTRAS, NEEDED, PACKAGES
 from aneuron.cli.models.listing import size_text
 from aneuron.device.neuron import environment
 
@@ -22,7 +22,6 @@ __all__ = ["WORST", "Check", "diagnose"]
 
 WORST = "no"
 _OLDEST_PYTHON = (3, 11)
-_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "anyio", "numpy")
 _FEW_FILES = 4096  # connections of a server, one file each
 _LITTLE_DISK = 2 * 10**9  # a small model, converted and packed
 _LITTLE_MEMORY = 2 * 10**9
@@ -75,9 +74,8 @@ def _python(facts: Facts) -> Check:
 
 
 def _packages(facts: Facts) -> Iterator[Check]:
-    names = ("aneuron", *_NEEDED, "uvloop")
-    there = [f"{name} {facts.versions[name]}" for name in names if facts.versions.get(name)]
-    missing = [name for name in _NEEDED if not facts.versions.get(name)]
+    there = [f"{name} {facts.versions[name]}" for name in PACKAGES if facts.versions.get(name)]
+    missing = [name for name in NEEDED if not facts.versions.get(name)]
     if missing:
         advice = f"pip install {' '.join(missing)}"
         yield Check("packages", WORST, f"missing: {', '.join(missing)}", advice)
@@ -213,7 +211,7 @@ def _devices(facts: Facts) -> Iterator[Check]:
 
 
 def _device_cpu(facts: Facts) -> Check:
-    missing = [name for name in _NEEDED if not facts.versions.get(name)]
+    missing = [name for name in NEEDED if not facts.versions.get(name)]
     if facts.python < _OLDEST_PYTHON:
         return Check("device cpu", WORST, "cannot: this Python is too old")
     if missing:

@@ -26,7 +26,7 @@ from aneuron.device.neuron.found import Found
 from aneuron.models.files.cache import cache_dir
 from aneuron.models.native import build
 
-__all__ = ["EXTRAS", "Facts", "Probe", "gather"]
+__all__ = ["EXTRAS", "NEEDED", "PACKAGES", "Facts", "Probe", "gather"]
 
 EXTRAS = {
     "serve": ("msgspec", "starlette", "uvicorn"),
@@ -34,8 +34,8 @@ EXTRAS = {
     "grammar": ("llguidance",),
     "otel": ("opentelemetry-api",),
 }
-_NEEDED = ("aneuron", "torch", "transformers", "tokenizers", "safetensors", "anyio", "numpy")
-_PACKAGES = (*_NEEDED, "uvloop")
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "anyio", "numpy")
+PACKAGES = ("aneuron", *NEEDED, "uvloop")
 _VARIABLES = (
     "ANEURON_CACHE_DIR", "ANEURON_LOG", "ANEURON_NATIVE_DIR", "CXX", "CUDA_VISIBLE_DEVICES",
     "HF_HUB_OFFLINE", "KMP_AFFINITY", "LD_PRELOAD", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
@@ -161,7 +161,7 @@ def gather() -> Facts:
         implementation=platform.python_implementation(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         machine=platform.machine(),
-        versions={name: _version(name) for name in (*_PACKAGES, *_extra_packages())},
+        versions={name: _version(name) for name in (*PACKAGES, *_extra_packages())},
         known_devices=tuple(name.partition(":")[0] for name in DEVICE_NAMES),
         cpu_model=cpu.model,
         cpu_flags=cpu.flags,

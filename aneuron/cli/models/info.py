@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.models.listing import size_text
+from aneuron.cli.options import JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import show_json
 from aneuron.errors import ConfigError
 
@@ -36,7 +35,7 @@ def describe_model(
     revision: str | None = None,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Tell what a model is, and how it would run here; it must be here already.
 

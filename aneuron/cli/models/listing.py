@@ -7,10 +7,9 @@ model. `gathered` is pure over what was found.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from aneuron.cli.options import JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import show_json
 from aneuron.models.catalog import BUILTIN
 from aneuron.models.files.cache import cache_dir
@@ -53,7 +52,7 @@ class Row:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def list_models(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> None:
+def list_models(*, as_json: JsonFlag = False) -> None:
     """List the models that are built in, and those in the caches.
 
     Args:

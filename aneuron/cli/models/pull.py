@@ -5,11 +5,8 @@ Comes in: a model's name. Goes out: on stderr how far it is; on stdout the direc
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from aneuron.cli.loading import reporting
+from aneuron.cli.options import Flag, JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import show_json
 from aneuron.errors import ConfigError
 from aneuron.models.catalog import locate, resolve
@@ -22,8 +19,8 @@ def pull_model(
     /,
     *,
     revision: str | None = None,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    quiet: Flag = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Fetch a model ahead of its first use; print the directory that holds it.
 

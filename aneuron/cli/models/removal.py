@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from aneuron.cli.models.listing import size_text
+from aneuron.cli.options import JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import note, show_json
 from aneuron.errors import ConfigError
 from aneuron.models.files.cache import cache_dir
@@ -26,15 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_model", "targets"]
 
-_Flag = Annotated[bool, Parameter(negative="")]
-
 
 def remove_model(
     model: str,
     /,
     *,
     yes: Annotated[bool, Parameter(name=("--yes", "-y"), negative="")] = False,
-    as_json: Annotated[_Flag, Parameter(name="--json")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Remove a model from aneuron's cache directory, and its packed copies; asks first.
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aneuron.cli.bench.progress import telling
 from aneuron.cli.simulate.replica import run
+from aneuron.cli.terminal import telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from aneuron.cli.bench.common import MAX_SEQS, check_number
+from aneuron.cli.options import CARRIES
 from aneuron.cli.simulate.load import Arrivals, Lengths, Load, read_workload
-from aneuron.cli.simulate.replica import CARRIES, Setup
+from aneuron.cli.simulate.replica import Setup
 from aneuron.device.profiles import profile as find_profile
 from aneuron.errors import ConfigError
 

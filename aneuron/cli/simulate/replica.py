@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aneuron.cli.bench.progress import telling
+from aneuron.cli.options import CARRIES
+from aneuron.cli.terminal import telling
 from aneuron.clock import VirtualClockLoop
 from aneuron.device.profiles import profile
 from aneuron.device.sim import SimDevice
@@ -32,17 +33,11 @@ if TYPE_CHECKING:
     from aneuron.request import Request
     from aneuron.stream import TokenStream
 
-__all__ = ["CARRIES", "Outcome", "Setup", "run", "simulate"]
+__all__ = ["Outcome", "Setup", "run", "simulate"]
 
 # What may run and wait at a time: 3 kB each, and 4 bytes a prompt token.
 _MAX_LIVE = 2**18
 _MAX_LIVE_TOKENS = 2**27
-
-CARRIES: dict[str, dict[str, Any]] = {
-    "host": {"async_scheduling": False},
-    "handoff": {"token_carry": "handoff"},
-    "resident": {"token_carry": "resident"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

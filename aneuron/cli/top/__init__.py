@@ -8,10 +8,9 @@ as text or JSON. A client like any other: the server answers `/metrics`, and kno
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from aneuron.cli.options import Flag, JsonFlag  # noqa: TC001 (cyclopts reads them)
 from aneuron.cli.terminal import show_json
 from aneuron.errors import ConfigError
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
-_Flag = Annotated[bool, Parameter(negative="")]
 _LEAST_S, _MOST_S = 0.1, 3600.0
 _TIMEOUT_S = 5.0
 
@@ -30,8 +28,8 @@ async def top(
     /,
     *,
     interval: float = 1.0,
-    once: _Flag = False,
-    as_json: Annotated[_Flag, Parameter(name="--json")] = False,
+    once: Flag = False,
+    as_json: JsonFlag = False,
     api_key: str | None = None,
 ) -> None:
     """Watch a running server: requests, tokens, KV cache, latencies, breaks, lag.

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import contextmanager
 from math import nan
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from aneuron.device.neuron.status import QUEUE_FULL, classify, status_of
 from aneuron.device.thread import Job, ThreadDevice
-from aneuron.errors import ConfigError, DeviceError
+from aneuron.errors import AneuronError, ConfigError, DeviceError, DeviceLost
+from aneuron.threads import call_within
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from aneuron.device.neuron.raw import Launched, NativeRaw, NxdCompiler, NxdRaw
     from aneuron.device.thread import JobQueue
+    from aneuron.futures import DeviceFuture
 
-__all__ = ["NeuronDevice"]
+__all__ = ["WARM_UP_S", "NeuronDevice"]
+
+T = TypeVar("T")
 
 _logger = logging.getLogger("aneuron.device")
+WARM_UP_S = 600.0  # of one bucket, its compile included: as long as the lite runtime lets it take
 _RING = 2  # outputs of a traced program: a third launch may overwrite the first one's
+# Between launches that are refused though nothing is unread here; then the launch has failed.
+_FULL_WAITS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 _UNKNOWN_BUDGET = 4 * 2**30  # of a runtime that does not tell its memory
 
 
@@ -51,12 +59,27 @@ class _Unread:
         with self._changed:
             self._changed.wait_for(lambda: self._count < most)
 
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until the number changes, at most so long."""
+        with self._changed:
+            self._changed.wait(seconds)
+
     def wait_for_one(self) -> bool:
         """Wait until there is one fewer; False if there is none."""
         with self._changed:
             before = self._count
             self._changed.wait_for(lambda: self._count < before or not self._count)
             return before > 0
+
+
+class _Life:
+    """What belongs to one opening: threads that hang in an earlier one keep theirs."""
+
+    def __init__(self, raw: NxdRaw | NativeRaw | None, depth: int) -> None:
+        self.raw = raw
+        self.unread = _Unread()
+        self.depth = depth
+        self.last_end_s = nan  # on the reader thread
 
 
 class _Flight:
@@ -83,10 +106,6 @@ class NeuronDevice(ThreadDevice):
         kind: whose seam that is: "nxd" (traced programs) or "native" (PyTorch).
         compiler: of traced programs.
         rank: which rank it is; 0 is the output rank.
-
-    Attributes:
-        true_async: whether a launch returns before its program ends, as warm-up measured it;
-            None before.
     """
 
     name = "neuron"
@@ -103,50 +122,123 @@ class NeuronDevice(ThreadDevice):
         super().__init__(rank=rank, has_reader=True)
         self.kind = kind
         self.compiler = compiler
-        self.true_async: bool | None = None
+        self._true_async: bool | None = None
         self._connect = connect
         self._raw: NxdRaw | NativeRaw | None = None
-        self._closing: NxdRaw | NativeRaw | None = None
-        self._unread = _Unread()
-        self._depth = _RING
-        self._last_end_s = nan  # on the reader thread
+        self._reserving = threading.Lock()
+        self._is_reserved = False
+        self._life = _Life(None, _RING)  # of the next threads
+        self._here = threading.local()  # .life: of the thread that asks
+
+    # ── before it is started ────────────────────────────────────────────────────────────
 
     @property
     def raw(self) -> NxdRaw | NativeRaw:
         """The runtime; a model that is loaded calls it, before the device is started.
 
         Raises:
-            ConfigError: another engine has the device open.
+            ConfigError: another engine has the device open, or no such runtime is here.
             DeviceError: the cores cannot be had.
         """
-        if self._in_use:
-            raise ConfigError(f"another engine has device {self.label} open", param="device")
+        self._check_free()
         if self._raw is None:
-            try:
+            with self._typed():
                 self._raw = self._connect()
-            except RuntimeError as error:
-                raise classify(error, self.label) from error
         return self._raw
 
+    @property
+    def true_async(self) -> bool | None:
+        """Whether a launch returns before its program ends, as warm-up measured it, or None."""
+        return self._true_async
+
+    @true_async.setter
+    def true_async(self, measured: bool) -> None:
+        self._true_async = measured
+        if not measured:
+            _logger.warning(
+                "launches on device %s return only when their program has ended: nothing of the "
+                "host's work is hidden; see docs/neuron.md",
+                self.label,
+            )
+
+    def reserve(self) -> None:
+        """Take the device for a model that is about to be loaded; see `OwnsCores.reserve`."""
+        with self._reserving:
+            self._check_free()
+            if self._is_reserved:
+                raise ConfigError(
+                    f"a model is being loaded onto device {self.label} already", param="device"
+                )
+            self._is_reserved = True
+
     def disconnect(self) -> None:
-        """Give the cores back of a device that was never started; may block."""
-        raw, self._raw = self._raw, None
-        if raw is not None and not self._in_use:
-            raw.close()
+        """Give all ranks' cores back of a device that was never started; may block."""
+        for one in reversed(self.ranks):
+            one._drop_raw()  # noqa: SLF001  a sibling
+        self._is_reserved = False
+
+    def run_bucket(self, run: Callable[[], T]) -> T:
+        """Run one bucket for warm-up; for worker threads.
+
+        Raises what it raises, and:
+            DeviceLost: it took longer than any compiler may.
+        """
+        try:
+            return call_within(run, WARM_UP_S, name=f"aneuron-{self.label}-warm-up")
+        except TimeoutError as error:
+            message = f"device {self.label}: a program that was warmed up hangs: {error}"
+            raise DeviceLost(message, device=self.label) from None
 
     def memory_budget(self) -> int:
         """Return most of the memory that is free, or 4 GiB if the runtime does not tell."""
-        stats = self.raw.memory_stats()
+        raw = self.raw
+        with self._typed():
+            stats = raw.memory_stats()
         if isinstance(stats, tuple):
             free = stats[1]
         else:
             free = stats.get("total_bytes", -1) - stats.get("allocated_bytes.all.current", 0)
         return free * 4 // 5 if free > 0 else _UNKNOWN_BUDGET
 
-    def close(self) -> Any:
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the threads; see `ThreadDevice.start`."""
+        try:
+            super().start(loop)
+        except ConfigError:
+            if not self._in_use:  # nobody else's: a loop of virtual time, where nothing may block
+                threading.Thread(target=self.disconnect, name="aneuron-close", daemon=True).start()
+            raise
+
+    def close(self) -> DeviceFuture:
         """Let queued work end, then give the cores back; see `Device.close`."""
-        self._closing, self._raw = self._raw, None
-        return super().close()
+        self._raw = None
+        closed = super().close()
+        self._is_reserved = False
+        return closed
+
+    def _check_free(self) -> None:
+        if self._in_use:
+            raise ConfigError(f"another engine has device {self.label} open", param="device")
+
+    def _drop_raw(self) -> None:
+        raw = self._raw
+        if raw is None or self._in_use:
+            return
+        self._raw = None
+        try:
+            raw.close()
+        except Exception:
+            _logger.exception("device %s did not close", self.label)
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Raise what a runtime raises as a typed error."""
+        try:
+            yield
+        except AneuronError:
+            raise
+        except Exception as error:
+            raise classify(error, self.label) from error
 
     def _sibling(self, rank: int, num_ranks: int) -> Self:
         if self.kind == "nxd":
@@ -162,29 +254,36 @@ class NeuronDevice(ThreadDevice):
         return core
 
     def _open_queue(self, loop: asyncio.AbstractEventLoop) -> JobQueue:
-        # One that hung before still counts on what it had.
-        self._unread, self._last_end_s = _Unread(), nan
-        self._depth = _RING if self.kind == "nxd" else max(1, self._queue_depth() - 1)
+        depth = _RING
+        if self.kind == "native":
+            depth = max(1, cast("NativeRaw", self.raw).queue_depth - 1)
+        self._life = _Life(self._raw, depth)
         return super()._open_queue(loop)
 
-    def _queue_depth(self) -> int:
-        depth: int = getattr(self.raw, "queue_depth", _RING)
-        return depth
+    def _start_thread(self, body: Callable[..., None], name: str, *args: Any) -> None:
+        super()._start_thread(self._live, name, self._life, body, *args)
+
+    def _live(self, life: _Life, body: Callable[..., None], *args: Any) -> None:
+        self._here.life = life
+        body(*args)
 
     # ── on the launch thread ────────────────────────────────────────────────────────────
 
     def _execute_until_accepted(self, job: Job) -> None:
-        unread = self._unread
-        unread.wait_below(self._depth)
-        has_drained = False
+        life: _Life = self._here.life
+        life.unread.wait_below(life.depth)
+        waits_s = iter(_FULL_WAITS_S)
         while True:
             try:
-                job.future.device_value = _Flight(self._launched(job), unread)
+                job.future.device_value = _Flight(self._launched(job), life.unread)
             except RuntimeError as error:
-                # Once more when all has been read: the runtime may notice it a little later.
-                if status_of(error) != QUEUE_FULL or has_drained:
+                if status_of(error) != QUEUE_FULL:
                     raise
-                has_drained = not unread.wait_for_one()
+                # Of others' launches, or of what was read already: nothing tells when it drains.
+                if not life.unread.wait_for_one():
+                    if (wait_s := next(waits_s, None)) is None:
+                        raise
+                    life.unread.wait_for_change(wait_s)
             else:
                 return
 
@@ -228,14 +327,14 @@ class NeuronDevice(ThreadDevice):
     def _note_times(self, job: Job) -> None:
         """Note when the program ran, as far as this side can tell."""
         if job.is_program:
-            future = job.future
+            future, life = job.future, self._here.life
             future.device_end_s = self._clock()
             # In order: behind the end of the program before.
-            future.device_start_s = max(future.device_start_s, self._last_end_s)
-            self._last_end_s = future.device_end_s
+            future.device_start_s = max(future.device_start_s, life.last_end_s)
+            life.last_end_s = future.device_end_s
 
     def _shut_down(self) -> None:
-        raw, self._closing = self._closing, None
+        raw = self._here.life.raw
         try:
             if raw is not None:
                 raw.close()

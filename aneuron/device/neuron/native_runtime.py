@@ -49,9 +49,14 @@ class NativeRuntime:
     def __init__(
         self, generation: Literal["lite", "torch_neuron"] = TORCH_NEURON, index: int = 0
     ) -> None:
-        """Register the device with torch; no core is taken yet."""
+        """Register the device with torch; no core is taken yet.
+
+        Raises:
+            ImportError, OSError: the runtime's package, or a library of it, cannot be loaded.
+            RuntimeError: it refuses, or torch has no device of that name.
+        """
         if generation == LITE:
-            import libtorch_neuronx_lite  # noqa: F401  (its import registers the device)
+            _import_lite()
         self._generation = generation
         self._device = torch.device("neuron", index)
         self.index = index
@@ -115,10 +120,28 @@ class NativeRuntime:
         return {} if stats is None else dict(stats(self._device))
 
     def close(self) -> None:
-        """Let the core's allocator give back what it holds; the process keeps the core."""
-        empty = getattr(_neuron(), "empty_cache", None)
-        if empty is not None:
-            empty()
+        """Wait for what is queued, and let the allocator give back what nobody holds.
+
+        The process keeps the core: only its end gives that to another. Compiled graphs go with
+        the model that has them. The lite runtime has no call for either.
+        """
+        try:
+            if (synchronize := getattr(_neuron(), "synchronize", None)) is not None:
+                synchronize(self._device)
+        finally:  # also on a core that is lost
+            if (empty := getattr(_neuron(), "empty_cache", None)) is not None:
+                empty()
+
+
+def _import_lite() -> None:
+    """Import the lite runtime, which registers the device."""
+    try:
+        import libtorch_neuronx_lite  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        raise
+    except Exception as error:  # a package of another version may raise anything
+        text = f"libtorch_neuronx_lite cannot be loaded: {type(error).__name__}: {error}"
+        raise ImportError(text) from error
 
 
 def _neuron() -> Any:

@@ -7,6 +7,7 @@ third unread launch does, and that a blocking read lets go of the GIL: `aneuron 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tempfile
@@ -15,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from aneuron.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -22,16 +25,32 @@ if TYPE_CHECKING:
 
     from aneuron.device.neuron.raw import TracedProgram
 
-__all__ = ["ModelBuilderCompiler", "NxdRuntime"]
+__all__ = ["ModelBuilderCompiler", "NxdRuntime", "logical_core_size"]
 
 _V2_MARK = "extra/nxd_torchscript_metadata.json"  # NxDModel.save leaves it in the archive
 _PACKAGES = ("torch", "torch-neuronx", "neuronx-distributed", "neuronx-cc")
-# The runtime refuses programs that were compiled for another value, and compilers' caches do not
-# tell them apart.
-_VARIABLES = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE")
+# The compiler and the runtime must agree on it: the runtime refuses programs of another size.
+_CORE_SIZES = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
+_PLATFORM = "NEURON_PLATFORM_TARGET_OVERRIDE"
+_CHIP = Path("/sys/devices/virtual/neuron_device/neuron0/info/architecture/instance_type")
 _ASYNC = ("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "NEURON_RT_IO_RING_CACHE_SIZE")
 _FLAGS = "--enable-saturate-infinity --auto-cast=none --model-type=transformer"
 _PREFILL_TAG = "context_encoding_model"
+
+
+def logical_core_size() -> int | None:
+    """Return how many physical cores a logical one has, if the environment says so.
+
+    Raises:
+        ConfigError: it says something that is no number; `param` is the variable.
+    """
+    name = next((name for name in _CORE_SIZES if os.environ.get(name)), None)
+    if name is None:
+        return None
+    value = os.environ[name].strip()
+    if not value.isdecimal() or not int(value):
+        raise ConfigError(f"{name} must be a number of cores, not {value!r}", param=name)
+    return int(value)
 
 
 class NxdRuntime:
@@ -119,16 +138,23 @@ class ModelBuilderCompiler:
     All programs of an artifact are compiled by one call, which says nothing before its end.
 
     Attributes:
-        version: of the packages and the variables that a compiled program depends on.
+        version: of the packages, and what else a compiled program depends on: the chip, the size
+            of a logical core, and flags.
     """
 
     version: str
 
     def __init__(self) -> None:
-        """Find out the version."""
+        """Find out the version.
+
+        Raises:
+            ConfigError: as `logical_core_size`.
+        """
+        self._cores = logical_core_size()
         packages = [f"{name}-{_version(name)}" for name in _PACKAGES]
-        variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-        self.version = " ".join((*packages, *variables, _FLAGS))
+        cores = "default" if self._cores is None else self._cores
+        more = os.environ.get("NEURON_CC_FLAGS", "")
+        self.version = " ".join((*packages, f"chip={_chip()}", f"lnc={cores}", _FLAGS, more))
 
     def compile(
         self,
@@ -142,7 +168,6 @@ class ModelBuilderCompiler:
         import torch
         from neuronx_distributed.trace.model_builder import ModelBuilder
 
-        cores = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1"))
         if progress is not None:
             progress("compile", 0, len(programs))
         # Beside the artifact: what the compiler leaves there is no part of it.
@@ -152,25 +177,34 @@ class ModelBuilderCompiler:
                 tp_degree=ranks,
                 checkpoint_loader=None,  # the weights come with `initialize`
                 compiler_workdir=work,
-                logical_neuron_cores=cores,
+                **_core_size(ModelBuilder, self._cores),
             )
             for program in programs:
-                _add(builder, program, cores)
+                _add(builder, program, self._cores)
             traced = builder.trace(initialize_model_weights=False)
             torch.jit.save(traced, str(folder / "model.pt"))
         if progress is not None:
             progress("compile", len(programs), len(programs))
 
 
-def _add(builder: Any, program: TracedProgram, cores: int) -> None:
+def _core_size(builder: Any, cores: int | None) -> dict[str, int]:
+    """Return the builder's argument for the size of a logical core, by the name it has there."""
+    if cores is None:
+        return {}
+    older, newer = "logical_neuron_cores", "logical_nc_config"
+    return {older if older in inspect.signature(builder).parameters else newer: cores}
+
+
+def _add(builder: Any, program: TracedProgram, cores: int | None) -> None:
     """Add each bucket as a model of its own: shapes alone then tell which one runs."""
     level = "-O1" if program.tag == _PREFILL_TAG else "-O2"
+    size = "" if cores is None else f" --lnc={cores}"  # else the chip's own
     for at, inputs in enumerate(program.inputs):
         builder.add(
             key=f"{program.tag}_{at}",
             model_instance=_instance(program),
             example_inputs=[tuple(inputs)],
-            compiler_args=f"{_FLAGS} {level} --lnc={cores}",
+            compiler_args=f"{_FLAGS} {level}{size}",
         )
 
 
@@ -200,6 +234,16 @@ def _runtime() -> Any:
     import torch
 
     return torch.classes.neuron.Runtime()
+
+
+def _chip() -> str:
+    """Return which chip is compiled for, as far as that can be told."""
+    if told := os.environ.get(_PLATFORM):
+        return told.lower()
+    try:
+        return _CHIP.read_text("utf-8").strip().lower()
+    except (OSError, UnicodeDecodeError):
+        return "unknown"
 
 
 def _is_v2(file: Path) -> bool:

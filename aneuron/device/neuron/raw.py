@@ -195,4 +195,8 @@ class NativeRaw(Protocol):
         """Return bytes by keys such as `allocated_bytes.all.current`; empty if not known."""
 
     def close(self) -> None:
-        """Give the core back; nothing may be called after it."""
+        """Wait for what is queued and free the memory that nobody holds; nothing comes after it.
+
+        Native PyTorch has no call that gives a core to another process: this one keeps it until
+        it ends. Graphs, weights and caches go with the model that has them.
+        """

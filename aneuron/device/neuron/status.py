@@ -102,26 +102,46 @@ COMPILER_CODES = {
     "NCC_EVRF051": "a dtype that the device lacks: pass another dtype",
     "NCC_ESPP004": "a dtype that the device lacks: pass another dtype",
 }
-# As the runtime writes it ("status=4", "nrt status 4", "NRT_RESOURCE (4)", "status_code 4").
-_CODE = re.compile(r"(?:status(?:[ _]?code)?|NRT_[A-Z_]+)\s*[=:(]?\s*(\d{1,4})\b", re.IGNORECASE)
-_NAME = re.compile(r"\bNRT_(?:STATUS_)?([A-Z_]+)\b")
+# As the runtime writes it: "NRT_RESOURCE (4)", "status=4", "nrt status 4", "status_code: 4".
+_TOLD = re.compile(
+    r"\bNRT_(?:STATUS_)?(?P<name>[A-Z][A-Z_]*)(?:\s*[=:(]?\s*(?P<number>\d{1,4})\b)?"
+    r"|(?i:(?<!exit[ _])(?<!http )(?<!expected )status(?:[ _]?code)?\s*[=:(]?\s*)"
+    r"(?P<code>\d{1,4})\b"
+)
+_COMPILER = re.compile(r"\bNCC_[A-Z]+\d+")
 _BY_NAME = {status.name: code for code, status in STATUSES.items() if code < 1200}
 _BY_NAME["EXEC_HW_ERR"] = 1200
+_LOG = "the compiler's log tells more"
+_UNSPECIFIED = 1
 _BUSY = 1005
 _OUT_OF_MEMORY = 4
 _NO_PROGRAM = ("ValueError", "KeyError")  # of a router in TorchScript, by its text
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the runtime's status code that an error's text has, or None."""
+    """Return the runtime's status code that an error's text has, or None.
+
+    The first that says something, of several; what the compiler reports has none.
+    """
     text = str(error)
+    if _COMPILER.search(text) is not None:
+        return None
     if "not available" in text and "NeuronCore" in text:
         return _BUSY
-    if (found := _CODE.search(text)) is not None and int(found[1]) in STATUSES:
-        return int(found[1])
-    if (named := _NAME.search(text)) is not None and named[1] in _BY_NAME:
-        return _BY_NAME[named[1]]
+    told = [code for match in _TOLD.finditer(text) if (code := _code_of(match)) is not None]
+    if told:
+        return next((code for code in told if code != _UNSPECIFIED), _UNSPECIFIED)
     return _OUT_OF_MEMORY if "Allocation Failure" in text else None
+
+
+def _code_of(match: re.Match[str]) -> int | None:
+    """Return the code that a text tells by name, which may go on behind ours, or by number."""
+    name = match["name"] or ""
+    known = [one for one in _BY_NAME if name == one or name.startswith(f"{one}_")]
+    if known:
+        return _BY_NAME[max(known, key=len)]
+    number = int(match["number"] or match["code"] or 0)
+    return number if number in STATUSES else None
 
 
 def classify(error: BaseException, label: str) -> DeviceError:
@@ -149,12 +169,16 @@ def classify(error: BaseException, label: str) -> DeviceError:
 
 def as_config_error(error: BaseException, *, param: str) -> ConfigError:
     """Return what to raise while a model is compiled, for what the compiler raised."""
-    advice = _compiler_advice(str(error)) or "the compiler's log tells more"
+    advice = _compiler_advice(str(error)) or _LOG
     return ConfigError(f"cannot compile: {error}\n{advice}", param=param)
 
 
 def _compiler_advice(text: str) -> str | None:
-    return next((f"{code}: {told}" for code, told in COMPILER_CODES.items() if code in text), None)
+    """Return what to do if it was the compiler that failed, which leaves the device as it is."""
+    for code, told in COMPILER_CODES.items():
+        if code in text:
+            return f"{code}: {told}"
+    return _LOG if _COMPILER.search(text) or "neuronx-cc" in text else None
 
 
 def _is_no_program(error: BaseException) -> bool:

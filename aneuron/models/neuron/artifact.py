@@ -110,7 +110,8 @@ class Artifact:
         """Return an engine's settings with the artifact's sizes.
 
         Raises:
-            ConfigError: the caller set one to what the artifact cannot do; `param` names it.
+            ConfigError: one was changed from its default to what the artifact cannot do; `param`
+                names it.
         """
         shape = self.shape
         needs_whole = shape.prefix_buckets == (0,)
@@ -129,20 +130,11 @@ class Artifact:
                     "num_tokens_buckets", "num_blocks_buckets"):  # fmt: skip
             if key in changed:
                 raise _fixed(key, getattr(config, key), "left out")
-        limit = min(shape.max_model_len, config.max_model_len or shape.max_model_len)
-        for key in ("max_num_batched_tokens", "interleaved_prefill_tokens"):
-            if needs_whole and key in changed and getattr(config, key) < limit:
-                raise _fixed(key, getattr(config, key), f"at least {limit}: it cuts no prompts")
         max_num_seqs = config.max_num_seqs if "max_num_seqs" in changed else shape.batch_size
         adapted = replace(
             config,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens
-            if "max_num_batched_tokens" in changed
-            else longest,
-            interleaved_prefill_tokens=longest
-            if needs_whole
-            else config.interleaved_prefill_tokens,
+            **self._cuts(config, changed),
             enable_prefix_caching=config.enable_prefix_caching and not needs_whole,
             block_size=shape.block_size,
             num_kv_blocks=config.num_kv_blocks or shape.num_blocks,
@@ -157,6 +149,31 @@ class Artifact:
             most = shape.num_slots // max_num_seqs
             raise _fixed("max_in_flight_steps", config.max_in_flight_steps, f"at most {most}")
         return adapted
+
+    def _cuts(self, config: EngineConfig, changed: set[str]) -> dict[str, Any]:
+        """Return the settings of how prompts are cut: anywhere, between blocks, or not at all."""
+        shape, names = self.shape, ("max_num_batched_tokens", "interleaved_prefill_tokens")
+        limit = min(shape.max_model_len, config.max_model_len or shape.max_model_len)
+        longest, between = shape.context_buckets[-1], config.interleaved_prefill_tokens
+        most = config.max_num_batched_tokens if names[0] in changed else longest
+        if shape.prefix_buckets == (0,):
+            for key in names:
+                if key in changed and getattr(config, key) < limit:
+                    raise _fixed(key, getattr(config, key), f"at least {limit}: it cuts no prompts")
+            between = longest
+        elif shape.prefix_buckets[-1] < limit - 1:
+            # Behind the last whole block there is no program: no chunk may begin there.
+            size = shape.block_size
+            if most < limit and names[0] not in changed:
+                most -= most % size
+            if not most or (most < limit and most % size):
+                what = f"a multiple of {size}: it cuts prompts between blocks only"
+                raise _fixed(names[0], most, what)
+            if between is not None and between < min(most, limit):
+                what = f"at least {min(most, limit)}: it cuts prompts between blocks only"
+                raise _fixed(names[1], between, what)
+            between = most  # with fewer the scheduler chooses sizes by what waits
+        return dict(zip(names, (most, between), strict=True))
 
 
 def write_artifact(

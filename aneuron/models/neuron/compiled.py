@@ -135,7 +135,8 @@ def shape_for(config: EngineConfig, model: ModelConfig) -> ProgramShape:
     longest = min(config.max_num_batched_tokens, length) if is_block_kv else length
     contexts = _given(config.num_tokens_buckets, longest) or _powers_of_two(longest)
     blocks = [count * size for count in config.num_blocks_buckets or ()]
-    prefixes = (0, *_multiples(_powers_of_two(length - size), size)) if length > size else (0,)
+    # A prompt may be cut behind any of its tokens.
+    prefixes = (0, *_multiples(_powers_of_two(length), size))
     return ProgramShape(
         batch_size=rows,
         max_model_len=length,

@@ -173,15 +173,15 @@ class LaunchWriter:
         return LaunchInputs(args, np.sort(own), places)
 
     def _write_prefill(self, bucket: Bucket, inputs: ModelInput, args: list[np.ndarray]) -> None:
-        shape, count = self._shape, inputs.num_tokens
-        before = int(inputs.context_lens[0]) - count
+        shape, count, longest = self._shape, inputs.num_tokens, int(inputs.context_lens[0])
+        before = longest - count
         args[_IDS][0, :count] = inputs.input_ids[:count]
         args[_POSITIONS][0, :count] = inputs.positions[:count]
+        if longest == 1:  # NxDI takes the highest position for the last token
+            args[_POSITIONS][0, 1:] = 0
         if not shape.is_block_kv:
             args[_MASK][0, :count] = 1
             args[_SEQ_IDS][0] = inputs.block_table[0, 0] - 1
-            if count == 1:  # NxDI takes the highest position for the last token
-                args[_POSITIONS][0, 1:] = 0
             if shape.is_ours:
                 args[_SLOTS][0, :count] = inputs.slot_mapping[:count]
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
@@ -197,9 +198,9 @@ class NativeModel:
             if progress is not None:
                 progress("warm up", done, len(buckets))
             with _typed(device, bucket_name(inputs)):
-                self._run(inputs)
+                device.run_bucket(partial(self._run, inputs))
         with _typed(device):
-            device.true_async = self._measure(buckets[-1])
+            device.true_async = device.run_bucket(partial(self._measure, buckets[-1]))
         if progress is not None:
             progress("warm up", len(buckets), len(buckets))
         self._is_warm = True

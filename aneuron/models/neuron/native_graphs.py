@@ -8,6 +8,7 @@ tokens are captured and change in place, so the order of launches is all that pr
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from aneuron.models.sampling.edits import allowed_ids
 from aneuron.models.sampling.slots import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from aneuron.device.neuron.raw import NativeRaw
     from aneuron.plans import ModelInput
@@ -85,7 +86,8 @@ class NativeLaunch:
         """Return the ids in another order, launched by a graph of its own."""
         graphs, keep = self._graphs, [self]
         order = np.ascontiguousarray(order, np.int32)
-        ids = graphs.call("gather", self.ids, graphs.send(order, keep))
+        with graphs.kept_if_refused(keep):
+            ids = graphs.call("gather", self.ids, graphs.send(order, keep))
         return NativeLaunch(graphs, ids, tuple(keep), (len(order), 0))
 
     def _read(self) -> np.ndarray:
@@ -124,7 +126,7 @@ class Graphs:
         self._last_tokens = raw.to_device(last_tokens)
         self._spare = pool.num_slots
         self._vocab_size: int = config.vocab_size
-        self._unsettled: tuple[torch.Tensor, ...] = (zeros, last_tokens)
+        self._unsettled: tuple[Any, ...] = (zeros, last_tokens)  # sent; nothing behind it was read
         self._constants: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         functions: dict[str, Callable[..., Any]] = {
             "prefill": self._prefill, "decode": self._decode, "gather": _gather,
@@ -148,7 +150,28 @@ class Graphs:
             raise ValueError(f"fed {len(fed.ids)} ids to a step of {len(inputs.positions)} tokens")
         if inputs.writes is not None:
             self.slots.write(inputs.writes)
-        keep: list[Any] = [self, fed, self._unsettled]
+        keep: list[Any] = []
+        with self.kept_if_refused(keep):
+            ids = self._launched(inputs, fed, keep)
+        keep += [self, fed, self._unsettled]
+        self._unsettled = ()
+        return NativeLaunch(self, ids, tuple(keep), (inputs.num_sampled, inputs.num_samples))
+
+    @contextmanager
+    def kept_if_refused(self, keep: list[Any]) -> Iterator[None]:
+        """Keep what a launch that is refused has sent until the next one was read.
+
+        Nothing else tells when its copies are done.
+        """
+        try:
+            yield
+        except BaseException:
+            self._unsettled = (*self._unsettled, *keep)
+            raise
+
+    def _launched(
+        self, inputs: ModelInput, fed: NativeLaunch | None, keep: list[Any]
+    ) -> torch.Tensor:
         slots = inputs.slots
         if slots is None:
             slots = np.full(len(inputs.logits_indices), self._spare, np.int32)
@@ -166,9 +189,8 @@ class Graphs:
         args.append(self.send(inputs.block_table.copy(), keep))
         args.append(self.send(sampling_rows(inputs), keep))
         args.append(self._mask(inputs, keep))
-        ids = self.call("decode" if inputs.is_decode else "prefill", *args)
-        self._unsettled = ()
-        return NativeLaunch(self, ids, tuple(keep), (inputs.num_sampled, inputs.num_samples))
+        ids: torch.Tensor = self.call("decode" if inputs.is_decode else "prefill", *args)
+        return ids
 
     def call(self, name: str, *tensors: torch.Tensor) -> Any:
         """Launch a graph by its name."""

@@ -8,6 +8,7 @@ Loading and warming up block; executables run on the device's launch thread.
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from aneuron.models.neuron.program import Bucket
     from aneuron.plans import ModelInput
 
-__all__ = ["NxdExecutable", "NxdModel"]
+__all__ = ["NxdExecutable", "NxdModel", "NxdRefusal"]
 
 _MEASUREMENTS = 3
 
@@ -95,13 +96,16 @@ class NxdModel:
         model._executables = {}  # noqa: SLF001  its own copy
         return model
 
-    def executable(self, inputs: ModelInput) -> NxdExecutable:
+    def executable(self, inputs: ModelInput) -> NxdExecutable | NxdRefusal:
         """Return the executable of the bucket that a launch runs in, the same one each time.
 
-        Raises:
-            ValueError: no program is that long.
+        Where there is no such program it is one that raises when it is launched: that fails the
+        requests of the launch, and no others.
         """
-        bucket = bucket_of(self.artifact.shape, inputs)
+        try:
+            bucket = bucket_of(self.artifact.shape, inputs)
+        except ValueError as error:
+            return NxdRefusal(error, self.spec.sampled_dtype)
         found = self._executables.get(bucket)
         if found is None:
             found = self._executables[bucket] = NxdExecutable(self, bucket)
@@ -119,8 +123,9 @@ class NxdModel:
             for done, bucket in enumerate(buckets):
                 if progress is not None:
                     progress("warm up", done, len(buckets))
-                self._run_padding(bucket)
-            shares = [self._run_padding(buckets[-1]) for _ in range(_MEASUREMENTS)]
+                self._device.run_bucket(partial(self._run_padding, bucket))
+            again = partial(self._run_padding, buckets[-1])
+            shares = [self._device.run_bucket(again) for _ in range(_MEASUREMENTS)]
         except DeviceError:
             raise
         except Exception as error:
@@ -220,6 +225,32 @@ class NxdExecutable:
 
     def __repr__(self) -> str:
         return f"<NxdExecutable {self.name}>"
+
+
+class NxdRefusal:
+    """A launch that no program is compiled for.
+
+    Attributes:
+        name: of all of them.
+        sampled_dtype: of the result, if there were one.
+    """
+
+    name = "refused"
+
+    def __init__(self, error: ValueError, sampled_dtype: str) -> None:
+        """Keep the reason."""
+        self.sampled_dtype = sampled_dtype
+        self._error = error
+
+    def __call__(
+        self, inputs: ModelInput, fed: NxdLaunched | NxdGathered | None = None
+    ) -> NxdLaunched:
+        """Refuse it.
+
+        Raises:
+            ValueError: always.
+        """
+        raise self._error
 
 
 def _load(artifact: Artifact, device: NeuronDevice) -> NxdRaw:

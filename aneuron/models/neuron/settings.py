@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from aneuron.device.neuron.nxd_runtime import logical_core_size
 from aneuron.errors import ConfigError
 from aneuron.models.neuron.program import DTYPES, ProgramShape
 
@@ -42,6 +43,7 @@ _OFF = {
     "windowed_context_encoding_size": "windowed context encoding",
     "lora_config": "adapters",
     "is_prefill_stage": "one of the two stages alone",
+    "tensor_replacement_config": "tensors that are given in place of computed ones",
 }
 _ONE = {
     "pp_degree": "pipeline parallelism",
@@ -51,6 +53,15 @@ _ONE = {
     "attention_dp_degree": "data parallelism",
     "ctx_batch_size": "prompts side by side",
 }
+# Other settings are inside the programs, which are called as they are without them:
+# * quantized, quantization_type, quantization_dtype, kv_cache_quant: weights come as the shards
+#   have them, and the cache is the programs' own;
+# * sliding_window, attention_chunk_size: positions become cells of the cache in the graph (windows
+#   of prompts, windowed_context_encoding_size, are other calls);
+# * output_logits, tensor_capture_config: more outputs, behind the ids;
+# * apply_seq_ids_mask, kv_cache_padding_size: padding may write nothing, or elsewhere;
+# * flash_decoding_enabled, sequence_parallel_enabled, kernels but those of `_takes_no_block`.
+# `async_mode` is how NxDI calls them: here the engine's async_scheduling decides that.
 
 
 def program_shape(settings: Settings, ours: Mapping[str, Any] | None) -> ProgramShape:
@@ -71,6 +82,8 @@ def program_shape(settings: Settings, ours: Mapping[str, Any] | None) -> Program
             "max_context_length", f"prompts are shorter than the context, seq_len {length}"
         )
     sampling = _sampling(settings)
+    if settings.get("async_mode") and sampling == "none":
+        raise _unsupported("async_mode", "without on_device_sampling_config there are no ids")
     is_block_kv = bool(settings.get("is_block_kv_layout"))
     has_prefix = bool(settings.get("is_prefix_caching"))
     if is_block_kv != has_prefix:
@@ -143,6 +156,15 @@ def _refuse(settings: Settings, batch_size: int) -> None:
     ranks = count_of(settings, "tp_degree", 1)
     if count_of(settings, "local_ranks_size", ranks) != ranks:
         raise _unsupported("local_ranks_size", "ranks on other machines")
+    _refuse_core_size(settings)
+
+
+def _refuse_core_size(settings: Settings) -> None:
+    for name in ("logical_nc_config", "logical_neuron_cores"):  # the latter is the older name
+        cores, here = count_of(settings, name, 0), logical_core_size()
+        if cores and here is not None and cores != here:
+            what = f"compiled for {cores} cores in a logical one, and the environment says {here}"
+            raise _unsupported(name, what)
 
 
 def _takes_no_block(settings: Settings) -> bool:

@@ -17,12 +17,11 @@ from aneuron.server.wire.common import (
     Count,
     FunctionName,
     GenerationRequest,
-    Limits,
     Strict,
     Usage,
     encode,
-    refuse,
 )
+from aneuron.server.wire.decoding import Limits, refuse
 from aneuron.server.wire.fields import CHAT, Fields
 from aneuron.server.wire.logprobs import ChatLogprobs  # noqa: TC001 (msgspec reads it)
 from aneuron.server.wire.messages import MOST_IN_MESSAGES, Messages, explain_part

@@ -15,15 +15,8 @@ from aneuron.errors import ContextTooLong
 from aneuron.params.sizes import holds_more
 from aneuron.prompt import check_length
 from aneuron.server.http.errors import ApiError, api_error
-from aneuron.server.wire.common import (
-    Body,
-    GenerationRequest,
-    Limits,
-    TokenId,
-    Usage,
-    encode,
-    refuse,
-)
+from aneuron.server.wire.common import Body, GenerationRequest, TokenId, Usage, encode
+from aneuron.server.wire.decoding import Limits, refuse
 from aneuron.server.wire.fields import COMPLETIONS, Fields
 from aneuron.server.wire.logprobs import (  # msgspec reads them
     CompletionLogprobs,  # noqa: TC001

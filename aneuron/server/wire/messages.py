@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from aneuron.server.http.errors import ApiError
-from aneuron.server.wire.common import FunctionName, Strict, refuse
+from aneuron.server.wire.common import FunctionName, Strict
+from aneuron.server.wire.decoding import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

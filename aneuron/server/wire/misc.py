@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from aneuron.server.wire.chat import TemplateKwargs, Tools, plain_tools
-from aneuron.server.wire.common import Body, Limits, ModelName, Request, TokenId, refuse
+from aneuron.server.wire.common import Body, ModelName, TokenId
+from aneuron.server.wire.decoding import Limits, Request, refuse
 from aneuron.server.wire.fields import DETOKENIZE, TOKENIZE, Fields
 from aneuron.server.wire.messages import MOST_IN_MESSAGES, Messages, explain_part
 

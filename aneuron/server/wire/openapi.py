@@ -13,7 +13,6 @@ import msgspec
 from aneuron.server.http.guard import OPEN_PATHS
 from aneuron.server.wire.chat import ChatChunk, ChatCompletion, ChatRequest
 from aneuron.server.wire.completions import MAX_PROMPTS, CompletionBody, CompletionRequest
-from aneuron.server.wire.items import ITEMS, InputText, ReasoningTextPart, SummaryText
 from aneuron.server.wire.messages import TextPart
 from aneuron.server.wire.misc import (
     MAX_TIMELINE_STEPS,
@@ -28,13 +27,15 @@ from aneuron.server.wire.misc import (
     TokenizeResponse,
     Version,
 )
-from aneuron.server.wire.responses import MAX_ITEMS, Response, ResponsesRequest
+from aneuron.server.wire.responses import MAX_ITEMS, ResponsesRequest
+from aneuron.server.wire.responses.answer import Response
+from aneuron.server.wire.responses.items import ITEMS, InputText, ReasoningTextPart, SummaryText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aneuron.server.config import ServerConfig
-    from aneuron.server.wire.common import Request
+    from aneuron.server.wire.decoding import Request
 
 __all__ = ["openapi"]
 

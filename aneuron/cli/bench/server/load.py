@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aneuron.cli.bench.progress import telling
 from aneuron.cli.bench.server.arrivals import arrival_times
 from aneuron.cli.bench.server.stream import Outcome
+from aneuron.cli.terminal import telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

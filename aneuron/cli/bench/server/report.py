@@ -173,11 +173,7 @@ def lines(told: dict[str, dict[str, Any]]) -> list[tuple[Any, ...]]:
     common = [name for name in columns[0] if all(name in one for one in columns)]
     rows = [(name, [one[name] for one in columns]) for name in common]
     return [
-        (name, *map(_cell, row))
+        (name, *row)
         for name, row in rows
         if all(isinstance(value, _Cell) for value in row) and row != [None] * len(row)
     ]
-
-
-def _cell(value: _Cell) -> float | str:
-    return "-" if value is None else value

@@ -44,6 +44,13 @@ class FakeNative:
     warning: serving must not get there. Its latency is that of a prefill or a decode if its name
     has that word; rows, or tokens, are the length of its first argument.
 
+    It sees tensors and no plan, so some rules it cannot hold a caller to. Whether fed ids are
+    those of the launch's rows, in its order, it does not know: only another number of them shows,
+    as another shape. Nor whether a cell of a cache belongs to a block of the launch's own table,
+    or to a request that was given the block meanwhile. That a step is a prefill or a decode is a
+    matter of which graph is called; it cannot be both, and what its rows are is not told. Wrong
+    rows and wrong blocks show in the tokens of `CountDecoder` and `SumDecoder`.
+
     Args:
         times: modelled latency.
         faults: what goes wrong; a "compile" fault's step counts compilations.
@@ -129,7 +136,7 @@ class FakeNative:
         self._check_room(tensor.nbytes)
         cell = self._cell(torch.empty_like(tensor, device="meta", requires_grad=False))
         cell.value = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._own.add_copy(Source(tensor, cell))
+        self._own.add_copy(Source(tensor, core.watch))
         return DeviceTensor(cell, self.index)
 
     def compile(
@@ -203,7 +210,7 @@ class FakeNative:
         }
 
     def close(self) -> None:
-        """Run what is queued, and give the core back.
+        """Run what is queued, and give the core back to this process.
 
         Raises:
             Violation: nobody waited for a launch; the core is closed all the same.
@@ -247,5 +254,6 @@ class FakeNative:
         _logger.warning("graph %s compiles for %s, %g s", graph.name, shapes, times.compile_s)
         pause(times.compile_s)
         if self._own.compile_faults.next_launch() is not None:
-            raise RuntimeError(f"neuronx-cc failed on {graph.name}: NCC_EBVF030")
+            text = f"neuronx-cc failed on {graph.name}: [NCC_EBVF030] too many instructions"
+            raise RuntimeError(f"{text}; exit status 4")
         return graph.trace(inputs, times)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import ref
 from zlib import crc32
 
 import torch
@@ -42,27 +41,26 @@ _kernels: list[torch.library.Library] = []  # dropped, their kernels are gone
 class Source:
     """A host tensor whose copy to the device the host cannot yet know to be done.
 
-    The caller keeps it, or another tensor over its memory, and leaves it as it is; unless the copy
-    is gone, as after a launch that was refused.
+    The caller keeps it, or another tensor over its memory, and leaves it as it is, also where the
+    launch that it is for was refused: the copy is under way.
 
     Args:
         tensor: on the host.
-        copy: on the device.
+        watch: where it goes if the caller does not.
     """
 
-    def __init__(self, tensor: torch.Tensor, copy: Cell) -> None:
+    def __init__(self, tensor: torch.Tensor, watch: Watch) -> None:
         """Remember the memory, without keeping it, and what it holds."""
         self._is_broken = False
         self._memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._dtype = tensor.dtype
         self._checksum = _checksum(tensor)
-        self._copy = ref(copy)
-        self._watch = copy.core.watch
+        self._watch = watch
 
     def check(self, when: str) -> Violation | None:
         """Return what the caller did to it, once; None if nothing."""
-        if self._is_broken or self._copy() is None:
+        if self._is_broken:
             return None
         pointer = self._memory.cdata
         memory: Any = torch.UntypedStorage._new_with_weak_ptr(pointer)  # noqa: SLF001  its only name

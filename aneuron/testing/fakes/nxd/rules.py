@@ -34,12 +34,15 @@ class Layout:
         block_size: tokens of a block; of a row, its length.
         has_prefix: a prompt may continue what is in the cache.
         decode_buckets: context lengths that a decode is compiled for, ascending.
+        is_ours: of aneuron's programs, which are told how many tokens a prompt has; NxDI's take
+            the first of the highest positions for the last one.
     """
 
     is_block_kv: bool
     block_size: int
     has_prefix: bool
     decode_buckets: tuple[int, ...]
+    is_ours: bool
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], decode_buckets: Sequence[int]) -> Layout:
@@ -51,6 +54,7 @@ class Layout:
             block_size=int(told["pa_block_size"] if is_block_kv else told["seq_len"]),
             has_prefix=bool(told.get("is_prefix_caching", False)),
             decode_buckets=tuple(sorted(decode_buckets)),
+            is_ours="aneuron" in config,
         )
 
 
@@ -170,6 +174,8 @@ class LaunchRules:
         start = positions[0]
         if real != list(range(len(real))) or positions != list(range(start, start + len(real))):
             raise self._broken(f"a prefill whose positions are {positions}")
+        if not self._layout.is_ours and max(launch.rows[0]) > positions[-1]:
+            raise self._broken(f"padding behind position {positions[-1]} has a higher one")
         if start and not self._layout.has_prefix:
             raise self._broken(f"a prefill from position {start}: it shares a step with a decode")
         if self._layout.is_block_kv:

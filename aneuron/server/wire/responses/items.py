@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from aneuron.params.sizes import MOST_VALUES, holds_more
 from aneuron.server.http.errors import ApiError, api_error
-from aneuron.server.http.nulls import forgiving
-from aneuron.server.wire.common import FunctionName, Strict, refuse
+from aneuron.server.wire.common import FunctionName, Strict
+from aneuron.server.wire.decoding import refuse
 from aneuron.server.wire.messages import (
     AssistantMessage,
     CalledFunction,
@@ -30,6 +30,7 @@ from aneuron.server.wire.messages import (
     ToolMessage,
     UserMessage,
 )
+from aneuron.server.wire.nulls import forgiving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
