@@ -20,6 +20,7 @@ from tests.neuron.artifacts import (
     BLOCK,
     LENGTH,
     MODEL,
+    OURS,
     VOCAB,
     count_decoder,
     engine_over,
@@ -175,9 +176,28 @@ async def test_a_launch_without_a_program_fails_its_requests_and_no_others(
             patch.setattr(NxdModel, "executable", narrowed)
             other = engine.generate(prompt_token_ids=[7], max_tokens=30, temperature=0.0)
             with pytest.raises(LaunchFailed, match="no program is compiled for 40 prompts"):
-                # One token: no decode is behind it, whose token would be missing on the device.
-                await engine.generate(prompt_token_ids=[3] * 40, max_tokens=1, temperature=0.0)
+                # Decodes are behind it already, and have no token to go on from.
+                await engine.generate(prompt_token_ids=[3] * 40, max_tokens=9, temperature=0.0)
             assert (await other).token_ids == list(range(8, 38))
         assert engine.failure is None
         told = await engine.generate(prompt_token_ids=[3] * 40, max_tokens=2, temperature=0.0)
         assert told.token_ids == [4, 5]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_decode_behind_a_refused_prompt_reads_no_token_that_is_not_there(
+    tmp_path: Path, kind: Kind
+) -> None:
+    """It is launched before anybody knows; its row is dropped, and the other's counts."""
+    with launcher(write(tmp_path / "a", kind)) as one:
+        good, last = one.begin(0, [7, 8, 9], writes=True)
+        for _ in range(2):  # the second time, the slot has had an owner with a token
+            bad = one.place(1)
+            with pytest.raises(ValueError, match="no program"):
+                one.run(one.prefill(bad, [3] * 70, writes=True))
+            bad.count = 3
+            ids = one.run(one.decode([bad, good], None)).read()
+            assert ids[1] == (last := last + 1)
+            bad.count = 0
+            filled = one.run(one.prefill(bad, [20, 21], writes=True)).read()
+            assert filled[0] == 22

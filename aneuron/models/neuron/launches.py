@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aneuron.plans import ModelInput
 
 __all__ = [
+    "LAST_TOKEN",
     "LaunchInputs",
     "LaunchWriter",
     "NxdGathered",
@@ -38,7 +39,7 @@ __all__ = [
 _IDS, _MASK, _POSITIONS, _SEQ_IDS, _PARAMS = range(5)
 _SLOTS, _TABLE, _QUERIES, _COMPUTED = range(11, 15)
 _AHEAD = 2  # tokens that may be launched before the host knows them
-_FROM_DEVICE = -1  # in place of an id: the last token of the row's slot
+LAST_TOKEN = -1  # in place of an id: the last token of the row's slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class LaunchWriter:
         shape, num = self._shape, inputs.num_reqs
         positions = inputs.positions[:num]
         ids = inputs.input_ids
-        args[_IDS][:num, 0] = ids[:num] if isinstance(ids, np.ndarray) else _FROM_DEVICE
+        args[_IDS][:num, 0] = ids[:num] if isinstance(ids, np.ndarray) else LAST_TOKEN
         args[_POSITIONS][:num, 0] = positions
         if not shape.is_ours:  # ours know what is in the cache from the positions
             args[_MASK][:num] = np.arange(args[_MASK].shape[1]) < positions[:, None]

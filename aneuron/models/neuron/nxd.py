@@ -8,13 +8,22 @@ Loading and warming up block; executables run on the device's launch thread.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import numpy as np
+
 from aneuron.device.neuron.status import classify
 from aneuron.errors import ConfigError, DeviceError
-from aneuron.models.neuron.launches import LaunchWriter, NxdLaunched, bucket_name, bucket_of
+from aneuron.models.neuron.launches import (
+    LAST_TOKEN,
+    LaunchWriter,
+    NxdLaunched,
+    bucket_name,
+    bucket_of,
+)
 from aneuron.models.sampling.slots import SlotState
 
 if TYPE_CHECKING:
@@ -49,6 +58,7 @@ class NxdModel:
         self.raw = raw
         self.writer = LaunchWriter(artifact.shape)
         self.slots = SlotState(0)
+        self.has_token = np.zeros(1, np.bool_)
         self._executables: dict[Bucket, NxdExecutable] = {}
 
     @classmethod
@@ -93,6 +103,7 @@ class NxdModel:
                 raise ConfigError(f"{what} programs compiled for {compiled}", param=name)
         model = copy(self)
         model.slots = SlotState(num_slots)
+        model.has_token = np.zeros(num_slots + 1, np.bool_)
         model._executables = {}  # noqa: SLF001  its own copy
         return model
 
@@ -105,7 +116,7 @@ class NxdModel:
         try:
             bucket = bucket_of(self.artifact.shape, inputs)
         except ValueError as error:
-            return NxdRefusal(error, self.spec.sampled_dtype)
+            return NxdRefusal(self, error)
         found = self._executables.get(bucket)
         if found is None:
             found = self._executables[bucket] = NxdExecutable(self, bucket)
@@ -133,6 +144,24 @@ class NxdModel:
         if progress is not None:
             progress("warm up", len(buckets), len(buckets))
         self._device.true_async = min(shares) < 0.5
+
+    def with_slots(self, inputs: ModelInput) -> ModelInput:
+        """Return a launch's inputs with what is known of its slots, in queue order.
+
+        A decode may be behind a launch that was refused. Its rows have no last token on the device,
+        and theirs, which nobody will see, is computed from id 0.
+        """
+        if inputs.writes is not None:
+            self.slots.write(inputs.writes)
+            self.has_token[inputs.writes.slots] = False
+        if (slots := inputs.slots) is None:
+            return inputs
+        if not inputs.all_greedy:
+            inputs = self.slots.filled(inputs)
+        if inputs.input_ids is None and not self.has_token[slots[: inputs.num_reqs]].all():
+            ids = np.where(self.has_token[slots], LAST_TOKEN, 0).astype(np.int32)
+            inputs = replace(inputs, input_ids=ids)
+        return inputs
 
     def launch(
         self,
@@ -213,12 +242,11 @@ class NxdExecutable:
             RuntimeError, ValueError, KeyError, torch.jit.Error: see `NxdRaw.forward_async`.
         """
         model = self._model
-        if inputs.writes is not None:
-            model.slots.write(inputs.writes)
-        if inputs.slots is not None and not inputs.all_greedy:
-            inputs = model.slots.filled(inputs)
+        inputs = model.with_slots(inputs)
         launch = model.writer.write(self._bucket, inputs)
         launched = model.launch(launch, inputs.num_sampled, inputs.num_samples, fed)
+        if inputs.slots is not None:
+            model.has_token[inputs.slots[: inputs.num_samples]] = True
         if not self._bucket.is_decode:
             launched.wait()
         return launched
@@ -237,9 +265,10 @@ class NxdRefusal:
 
     name = "refused"
 
-    def __init__(self, error: ValueError, sampled_dtype: str) -> None:
+    def __init__(self, model: NxdModel, error: ValueError) -> None:
         """Keep the reason."""
-        self.sampled_dtype = sampled_dtype
+        self.sampled_dtype = model.spec.sampled_dtype
+        self._model = model
         self._error = error
 
     def __call__(
@@ -250,6 +279,7 @@ class NxdRefusal:
         Raises:
             ValueError: always.
         """
+        self._model.with_slots(inputs)  # they have new owners all the same
         raise self._error
 
 
