@@ -105,18 +105,18 @@ def tiny_decoder() -> Decoder:
 def test_graphs_compile_whole_and_change_state_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As dynamo traces them, with more buckets than it bears of its own accord."""
     monkeypatch.setitem(native_runtime._BACKENDS, native_runtime.TORCH_NEURON, "aot_eager")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    decoder = tiny_decoder()
-    raw = Compiled()
-    device = NeuronDevice(lambda: raw, kind="native")
-    model = NativeModel(native_spec(decoder.config, name="tiny"), decoder).on(device)
-    on = Steps(model.with_kv(64, BLOCK_SIZE, SPARE), raw, device)
-    row, first = on.begin(0, [5, 9, 2])
-    ids = [first]
-    fed = on.run(on.decode([row], None, padded=2))
-    ids.append(int(fed.read()[0]))
-    ids.append(int(on.run(on.decode([row], [0], padded=2), fed).read()[0]))
-    ids.append(int(on.run(on.decode([row], None, padded=1)).read()[0]))  # another shape
+    with torch._dynamo.config.patch(recompile_limit=1):
+        decoder = tiny_decoder()
+        raw = Compiled()
+        device = NeuronDevice(lambda: raw, kind="native")
+        model = NativeModel(native_spec(decoder.config, name="tiny"), decoder).on(device)
+        on = Steps(model.with_kv(64, BLOCK_SIZE, SPARE), raw, device)
+        row, first = on.begin(0, [5, 9, 2])
+        ids = [first]
+        fed = on.run(on.decode([row], None, padded=2))
+        ids.append(int(fed.read()[0]))
+        ids.append(int(on.run(on.decode([row], [0], padded=2), fed).read()[0]))
+        ids.append(int(on.run(on.decode([row], None, padded=1)).read()[0]))  # another shape
     assert ids == whole(decoder, [5, 9, 2], 4)
     assert len(set(ids)) > 1
 
