@@ -25,9 +25,10 @@ from aneuron.testing.fakes import (
     SumDecoder,
     Times,
 )
+from aneuron.testing.fakes.faults import _claimed
 from tests.neuron.artifacts import write
 from tests.scenarios import MAX_LEN, VOCAB
-from tests.support import CARRIES
+from tests.support import CARRIES, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -160,5 +161,11 @@ async def fake_engine(
         device = NeuronDevice(lambda: fake, kind="nxd")
     async with Engine(model, device=device, **options) as engine:
         yield engine, fake
+    await cores_free()
     if not expects_violations:
         assert fake.violations == []
+
+
+async def cores_free() -> None:
+    """Wait until no played runtime of this process has a core: the next test wants them."""
+    await until(lambda: not _claimed)

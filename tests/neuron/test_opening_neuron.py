@@ -20,6 +20,7 @@ from aneuron.device.neuron import device as device_module
 from aneuron.models.neuron.native import NativeModel, native_spec
 from aneuron.testing import Count
 from aneuron.testing.fakes import CountDecoder, FakeNative, Fault
+from tests.neuron.flows import cores_free
 from tests.support import after, start, until
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def device_of(*faults: Fault, made: list[FakeNative] | None = None) -> NeuronDev
 
 
 async def assert_free() -> None:
-    """Another engine gets the cores."""
+    """Another engine gets the cores, once nobody closes any more."""
+    await cores_free()
     async with Engine(model(), device=device_of(), num_ranks=2, **SIZES) as engine:
         assert (await start(engine, 10, 5)).token_ids == after(10, 5)
 
@@ -112,6 +114,7 @@ async def test_an_opening_that_nobody_waits_for_frees_the_cores(how: str) -> Non
         with pytest.raises(RuntimeError, match="closed while it was opening"):
             await opening
     await until(lambda: not device._is_reserved)
+    await cores_free()
     async with engine:
         assert (await start(engine, 10, 5)).token_ids == after(10, 5)
     await assert_free()
