@@ -62,9 +62,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @every_carry
 async def test_greedy_ids_are_those_of_the_processor(
-    carry: dict[str, Any], tiny: tuple[Path, Any]
+    carry: dict[str, Any], num_ranks: int, tiny: tuple[Path, Any]
 ) -> None:
     path, model = tiny
     asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
@@ -75,9 +76,8 @@ async def test_greedy_ids_are_those_of_the_processor(
     device = NeuronDevice(lambda: fake, kind="native")
     placed = await asyncio.to_thread(NativeModel.load, path, device, name="tiny", dtype="float32")
     assert placed.spec.kv_bytes_per_token == model.spec.kv_bytes_per_token
-    async with Engine(
-        placed, device=device, **{**SIZES, **carry, "tokenizer": ByteTokenizer()}
-    ) as engine:
+    given = {**SIZES, **carry, "tokenizer": ByteTokenizer(), "num_ranks": num_ranks}
+    async with Engine(placed, device=device, **given) as engine:
         streams = [engine.generate(prompt_token_ids=prompt, **asked) for prompt in PROMPTS]
         assert await all_of(*streams) == told
         assert engine.spec.name == "tiny"
