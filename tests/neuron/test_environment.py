@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import aneuron
-from aneuron.device.neuron.environment import VARIABLES, in_use
+from aneuron.device.neuron.environment import VARIABLES
 from tests.neuron.environment_page import FILE, page
 
 _NAMES = re.compile(r"\b(?:NEURON|TORCH_NEURONX|VLLM_NEURON|NXD)_[A-Z_]+[A-Z]\b")
@@ -39,9 +39,3 @@ def test_implicit_async_is_told_to_be_gone() -> None:
     variable = VARIABLES["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"]
     assert (variable.is_stale, variable.until) == (True, "2.30")
     assert not VARIABLES["NEURON_RT_IO_RING_CACHE_SIZE"].is_stale
-
-
-def test_those_that_are_set_are_told() -> None:
-    environ = {"PATH": "/bin", "NEURON_CC_FLAGS": "-O1", "NEURON_LAUNCH_BLOCKING": "1"}
-    told = [(variable.name, value) for variable, value in in_use(environ)]
-    assert told == [("NEURON_LAUNCH_BLOCKING", "1"), ("NEURON_CC_FLAGS", "-O1")]

@@ -16,7 +16,7 @@ import numpy as np
 from aneuron.config import BatchShape, EngineConfig
 from aneuron.models.files.cache import ensure
 from aneuron.models.neuron.compiled import load_neuron
-from aneuron.plans import ModelInput
+from aneuron.models.neuron.native_buckets import padding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aneuron.device.neuron.device import NeuronDevice
     from aneuron.device.neuron.raw import Launched
     from aneuron.models.catalog import Progress
+    from aneuron.plans import ModelInput
 
 __all__ = ["Rig", "Size"]
 
@@ -150,28 +151,10 @@ class Rig:
 
     def _inputs(self, num_tokens: int, *, rows: int, is_decode: bool) -> ModelInput:
         """Return inputs of one real row, greedy, with nothing in them yet."""
-        return ModelInput(
-            is_decode=is_decode,
-            num_reqs=1,
-            num_samples=1,
-            num_tokens=1,
-            max_query_len=1,
-            all_greedy=True,
-            input_ids=np.zeros(num_tokens, np.int32),
-            positions=np.zeros(num_tokens, np.int32),
-            slot_mapping=np.full(num_tokens, -1, np.int32),
-            query_start=np.zeros(rows + 1, np.int32),
-            block_table=np.zeros((rows, self._width), np.int32),
-            context_lens=np.ones(rows, np.int32),
-            logits_indices=np.zeros(rows, np.int32),
-            prompt_lens=np.zeros(rows, np.int32),
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            min_p=np.zeros(rows, np.float32),
-            seed=np.zeros(rows, np.int64),
-            slots=np.full(rows, self._shape.num_slots, np.int32),
-        )
+        size = None if is_decode else num_tokens
+        inputs = padding(self._shape, rows, self._width, num_tokens=size)
+        inputs.num_reqs = inputs.num_samples = inputs.num_tokens = 1
+        return inputs
 
     def _table(self, row: int) -> np.ndarray:
         return 1 + row * self._width + np.arange(self._width, dtype=np.int32)

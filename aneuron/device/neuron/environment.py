@@ -1,19 +1,14 @@
 """The environment variables of AWS Neuron: what they do, and whether anything still reads them.
 
-Comes in: an environment. Goes out: the variables of the table that are set, and advice on those
-that do nothing, or not what their name says. `aneuron doctor` shows them;
-docs/neuron-environment.md is made of the table.
+A table, with advice on those that do nothing, or not what their name says. `aneuron doctor` shows
+which of them are set; docs/neuron-environment.md is made of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-__all__ = ["VARIABLES", "Variable", "in_use"]
+__all__ = ["VARIABLES", "Variable"]
 
 _RUNTIME = "runtime"  # all generations
 _NXD = "NxD"
@@ -200,10 +195,3 @@ VARIABLES = {
         ),
     )
 }
-
-
-def in_use(environ: Mapping[str, str]) -> Iterator[tuple[Variable, str]]:
-    """Yield each variable of the table that is set, with its value."""
-    for name, variable in VARIABLES.items():
-        if name in environ:
-            yield variable, environ[name]

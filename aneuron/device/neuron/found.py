@@ -17,7 +17,7 @@ from aneuron.errors import ConfigError
 if TYPE_CHECKING:
     from aneuron.device.neuron.device import NeuronDevice
 
-__all__ = ["PLACEHOLDERS", "Found", "find", "open_neuron"]
+__all__ = ["PLACEHOLDERS", "Found", "find", "open_neuron", "version_of"]
 
 Generation = Literal["nxd", "lite", "torch_neuron"]
 
@@ -79,7 +79,7 @@ class Found:
 
 def find() -> Found:
     """Import what is there, and tell what that is; some seconds where the SDK is."""
-    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    versions = {name: version for name in _PACKAGES if (version := version_of(name)) is not None}
     fakes = tuple(name for name, version in PLACEHOLDERS.items() if versions.get(name) == version)
     files = _device_files()
     generation, failures = _generation()
@@ -173,7 +173,8 @@ def _no_runtime(versions: dict[str, str], fakes: tuple[str, ...], failures: dict
     return "; ".join(parts) or "no Neuron runtime is installed"
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -8,10 +8,11 @@ event's `query` says before its time: `aneuron doctor --probe`.
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+
+from aneuron.device.neuron.found import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,7 +64,7 @@ class NativeRuntime:
         self.has_events = generation == TORCH_NEURON and hasattr(_neuron(), "Event")
         asked = os.environ.get(_DEPTH, "")
         self.queue_depth = min(int(asked), _MOST_DEPTH) if asked.isdecimal() else _DEFAULT_DEPTH
-        packages = [f"{name}-{_version(name)}" for name in _PACKAGES[generation]]
+        packages = [f"{name}-{version_of(name) or 'none'}" for name in _PACKAGES[generation]]
         variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
         self.version = " ".join((*packages, *variables))
 
@@ -146,10 +147,3 @@ def _import_lite() -> None:
 
 def _neuron() -> Any:
     return getattr(torch, "neuron", None)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"

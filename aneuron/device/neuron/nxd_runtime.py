@@ -12,10 +12,10 @@ import json
 import os
 import tempfile
 import zipfile
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from aneuron.device.neuron.found import version_of
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class ModelBuilderCompiler:
             ConfigError: as `logical_core_size`.
         """
         self._cores = logical_core_size()
-        packages = [f"{name}-{_version(name)}" for name in _PACKAGES]
+        packages = [f"{name}-{version_of(name) or 'none'}" for name in _PACKAGES]
         cores = "default" if self._cores is None else self._cores
         more = os.environ.get("NEURON_CC_FLAGS", "")
         self.version = " ".join((*packages, f"chip={_chip()}", f"lnc={cores}", _FLAGS, more))
@@ -255,10 +255,3 @@ def _local_ranks(file: Path) -> int:
     told = json.loads(file.read_bytes())
     config = told.get("neuron_config", told)
     return int(config.get("local_ranks_size") or config.get("tp_degree", 1))
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"

@@ -18,7 +18,7 @@ from aneuron.plans import ModelInput
 if TYPE_CHECKING:
     from aneuron.config import BatchShape, EngineConfig
 
-__all__ = ["adapt", "padding_of"]
+__all__ = ["adapt", "padding", "padding_of"]
 
 _UNIT = 128  # tokens: the partitions of a NeuronCore
 _LONGEST = 1 << 20  # tokens of a context; the model's own limit cuts the list
@@ -71,13 +71,13 @@ def padding_of(shape: BatchShape) -> list[ModelInput]:
             )
     tokens = shape.tokens.sizes
     prefills = [
-        _padding(shape, shape.rows.fit(1), width, num_tokens=size)
+        padding(shape, shape.rows.fit(1), width, num_tokens=size)
         for least, size in zip((1, *(one + 1 for one in tokens)), tokens, strict=False)
         for width in shape.blocks.sizes
         if width * shape.block_size >= least  # what is written fits into the table
     ]
     decodes = [
-        _padding(shape, rows, width) for rows in shape.rows.sizes for width in shape.blocks.sizes
+        padding(shape, rows, width) for rows in shape.rows.sizes for width in shape.blocks.sizes
     ]
     return prefills + decodes
 
@@ -91,7 +91,7 @@ def _doubled(first: int, limit: int) -> tuple[int, ...]:
     return (*sizes, limit)
 
 
-def _padding(
+def padding(
     shape: BatchShape, num_rows: int, width: int, *, num_tokens: int | None = None
 ) -> ModelInput:
     """Return a decode without requests, or with `num_tokens` a prefill."""
