@@ -179,7 +179,7 @@ def test_fields_are_described_and_refused_ones_are_not_there() -> None:
         schema = SCHEMAS[kind.__name__]
         assert set(schema["properties"]) == {*kind.fields.honoured, *kind.fields.ignored}
         assert all(one["description"] for one in schema["properties"].values())
-        assert schema["additionalProperties"] is False
+        assert schema["additionalProperties"] == {"type": "null"}
 
 
 # ── it is true ──────────────────────────────────────────────────────────────────────────
@@ -190,6 +190,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 GOOD: list[tuple[type[Request], dict[str, Any]]] = [
     (ChatRequest, CHAT),
     (ChatRequest, {**CHAT, "max_tokens": None, "user": 5, "stop": "x"}),
+    (ChatRequest, {**CHAT, "nope": None, "stream": True, "stream_options": {"nope": None}}),
+    (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": "a", "tool_calls": None}]}),
     (ChatRequest, {**CHAT, "stop": ["x"], "logit_bias": {"5": -100}, "temperature": 0}),
     (ChatRequest, {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
     (
@@ -243,6 +245,7 @@ GOOD: list[tuple[type[Request], dict[str, Any]]] = [
     (TokenizeRequest, {"prompt": "a"}),
     (TokenizeRequest, {"messages": HELLO, "model": None}),
     (DetokenizeRequest, {"tokens": [1, 2]}),
+    (DetokenizeRequest, {"tokens": [1, 2], "nope": None}),
 ]
 BAD: list[tuple[type[Request], dict[str, Any]]] = [
     (ChatRequest, {}),
@@ -271,6 +274,7 @@ BAD: list[tuple[type[Request], dict[str, Any]]] = [
     (ResponsesRequest, {"model": "m", "input": "a", "tools": [{"type": "web_search"}]}),
     (ResponsesRequest, {"model": "m", "input": "a", "include": ["x"]}),
     (DetokenizeRequest, {"tokens": [-1]}),
+    (DetokenizeRequest, {"tokens": [1], "nope": 0}),
 ]
 
 

@@ -113,6 +113,9 @@ def _schemas(model_names: Sequence[str]) -> dict[str, Any]:
         _describe(schemas[kind.__name__], kind, model_names)
     for part in _LONE_PARTS:
         schemas[part.__name__]["required"].remove("type")
+    for schema in schemas.values():
+        if schema.get("additionalProperties") is False:  # what is not known may be null: nulls.py
+            schema["additionalProperties"] = {"type": "null"}
     schemas["CompletionRequest"]["properties"]["prompt"] |= _prompt()
     schemas["ResponsesRequest"]["properties"]["input"] |= _input()
     return schemas
