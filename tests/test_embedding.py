@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -367,6 +368,7 @@ async def test_what_an_answer_has_a_stream_says_to_await() -> None:
             assert not hasattr(stream, name)
             with pytest.raises(AttributeError, match="await stream"):
                 getattr(stream, name)
+        assert "text" in dict(inspect.getmembers(type(stream)))  # as tools look at it
         await stream
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from aneuron import DeviceFuture
 from aneuron.errors import DeviceError, OutOfMemory
+from aneuron.futures import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -323,3 +324,14 @@ def test_another_loop_does_not_ask() -> None:
     assert asked == []
     loop.close()
     future.post_complete()
+
+
+async def test_a_signal_outlives_a_waiter_that_was_cancelled() -> None:
+    signal = Signal()
+    waiting = asyncio.create_task(signal.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    signal.set()  # before the task has noticed
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await signal.wait()
