@@ -11,13 +11,14 @@ import asyncio
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  (the command line reads the annotation)
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.loading import opened
 from aneuron.cli.options import EngineSettings, Flag, JsonFlag, SeveralSampling
 from aneuron.cli.run import read_prompt, submit
 from aneuron.cli.terminal import note, show_json
+from aneuron.cli.writing import check_writable
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,22 +119,9 @@ def _check(out: Path | None, svg: Path | None, *, last: int, num_seqs: int) -> N
             raise ConfigError(f"{flag} must be at least 1, not {number}")
     for path in (out, svg):
         if path is not None:
-            _probe(path)
+            check_writable(path)
     if out is not None and svg is not None and os.path.realpath(out) == os.path.realpath(svg):
         raise ConfigError(f"--out and --svg must be two files, not both {out}", param="out")
-
-
-def _probe(path: Path) -> None:
-    """Find out whether a file can be written, and leave it as it is."""
-    try:
-        file = Path(os.path.realpath(path))  # where a link points to
-        is_new = not file.exists()
-        if is_new or not (file.is_fifo() or file.is_char_device()):  # a pipe may block
-            file.open("ab").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write(timeline: Timeline, out: Path | None, svg: Path | None, last: int) -> list[str]:

@@ -7,6 +7,7 @@ the loop schedules the next step meanwhile, and on more cores than one nothing w
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +22,11 @@ __all__ = ["CpuDevice"]
 
 _KV_SHARE = 4  # the KV pool may take this part of the memory
 _FALLBACK_BYTES = 4 * 2**30
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# Of a container, version 2 and 1; without a limit, no number or a huge one.
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 class CpuDevice(ThreadDevice):
@@ -80,8 +85,8 @@ def _total_memory() -> int:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
         return _FALLBACK_BYTES
-    try:
-        limit = _CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError):
+            limit = path.read_text().strip()
+            total = min(total, int(limit)) if limit.isdecimal() else total
+    return total

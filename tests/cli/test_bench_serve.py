@@ -8,6 +8,7 @@ import socket
 import sys
 from array import array
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-    from pathlib import Path
 
     from starlette.requests import Request
 
@@ -784,6 +784,26 @@ def test_the_floor_alone(aneuron: Command, tmp_path: Path) -> None:
     assert 0 < told["p50_ttft_ms"] <= told["p99_ttft_ms"]
     assert told["config"]["request_rate"] == "inf"
     assert "ratio" not in told
+
+
+def test_a_result_that_cannot_be_saved_is_told_before_anything_is_measured(
+    aneuron: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "no" / "result.json"
+    result = aneuron("bench", "serve", "http://127.0.0.1:9", f"--save-result={path}", "--json")
+    said = f"error: cannot write {path}: No such file or directory\n"
+    assert (result.status, result.out, result.err) == (2, "", said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_takes_no_result_along(aneuron: Command) -> None:
+    arguments = ("bench", "serve", "--floor", *SMALL, "--save-result=/dev/full", "--json")
+    result = aneuron(*arguments)
+    assert json.loads(result.out)["completed"] == 12
+    assert (result.status, result.err) == (
+        2,
+        "error: cannot write /dev/full: No space left on device\n",
+    )
 
 
 def test_a_server_beside_the_floor(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:

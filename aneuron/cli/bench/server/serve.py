@@ -35,6 +35,7 @@ from aneuron.cli.bench.server.options import (
 from aneuron.cli.bench.server.spawn import FLOOR, own_server, spawned
 from aneuron.cli.http.http1 import BadAnswer
 from aneuron.cli.http.trouble import REFUSALS, environment_key, refused, unreachable
+from aneuron.cli.writing import check_writable
 from aneuron.errors import AneuronError, ConfigError
 
 if TYPE_CHECKING:
@@ -88,18 +89,23 @@ def serve(
         raise ConfigError("give a URL or --spawn, not both", param="--spawn")
     if url is None and spawn is None and not floor:
         raise ConfigError("give a URL, --spawn or --floor", param="url")
+    if save_result is not None:
+        check_writable(save_result)
     _check_installed()
     _make_room(load)
     loop = default_loop()
     bench = _Bench(load, request, report)
     result = run_on(loop, bench.measure(url, _words(spawn), floor=floor))
     result["config"] = _config(url, spawn, load, request, report)
-    if save_result is not None:
-        save_result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
         show_json(result)
     else:
         _show(result, loop)
+    if save_result is not None:  # behind the answer, which a full disk must not take along
+        try:
+            save_result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {save_result}: {error.strerror}") from error
 
 
 def _words(spawn: str | None) -> list[str] | None:
