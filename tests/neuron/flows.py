@@ -123,12 +123,15 @@ async def fake_engine(
     times: Times | None = None,
     faults: Sequence[Fault] = (),
     true_async: bool = True,
+    has_events: bool | None = None,
     expects_violations: bool = False,
     **options: Any,
 ) -> AsyncIterator[tuple[Engine, Any]]:
     """An engine over a played runtime, and that; at the end no rule may have been broken.
 
-    Sizes are engine options on every backend: traced programs are compiled for them.
+    Sizes are engine options on every backend: traced programs are compiled for them. Of native
+    PyTorch, one carry is that of TorchNeuron, with events, and the others are without, unless it
+    is said.
     """
     fake: Any
     model: Any
@@ -137,7 +140,8 @@ async def fake_engine(
     if backend == "native":
         length = options.pop("max_model_len", MAX_LEN)
         decoder: Any = KINDS[kind](max_model_len=length)
-        fake = FakeNative(**played)  # type: ignore[arg-type]
+        events = carry == "handoff" if has_events is None else has_events
+        fake = FakeNative(**played, has_events=events)  # type: ignore[arg-type]
         model = NativeModel(native_spec(decoder.config, name=kind), decoder)
         options = {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 64, **options}
         blocks = -(-length // options["block_size"])

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from aneuron import Engine, TokenStream
     from aneuron.testing.fakes import Times
 
+EVENTS = "native, events"  # TorchNeuron
 WAYS = [
     ("native", "resident"),
     ("native", "handoff"),
+    (EVENTS, "resident"),
+    (EVENTS, "handoff"),
     ("blocks", "resident"),
     ("rows", "handoff"),
     ("nxdi blocks", "handoff"),
@@ -83,15 +86,17 @@ async def measure(
     options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": LENGTH}
     if backend != "rows":
         options["block_size"] = 16
-    if backend == "native":
+    if backend in ("native", EVENTS):
+        options["has_events"] = backend == EVENTS
         options |= {"num_kv_blocks": num_seqs * LENGTH // 16, "num_seqs_buckets": [num_seqs]}
+    played = backend.removesuffix(", events")
     open_one = {"times": times, "true_async": true_async, **options}
     sides: dict[str, list[Window]] = {"sync": [], "async": []}
     shares = []
     for _ in range(windows):  # one after the other: both want the same cores
-        async with fake_engine(backend, "host", "random count", **open_one) as opened:
+        async with fake_engine(played, "host", "random count", **open_one) as opened:
             sides["sync"].append(await window(*opened, num_seqs))
-        async with fake_engine(backend, carry, "random count", **open_one) as opened:
+        async with fake_engine(played, carry, "random count", **open_one) as opened:
             sides["async"].append(await window(*opened, num_seqs))
             shares.append(opened[0].stats().decode_async_share)
     result: dict[str, Any] = {"backend": backend, "carry": carry, "true_async": true_async}

@@ -147,6 +147,68 @@ def test_rule_03_an_event_tells_the_error_too(request: pytest.FixtureRequest) ->
 def test_events_only_where_they_exist(fake: FakeNative) -> None:
     with pytest.raises(Violation, match="has none"):
         fake.record_event()
+    output = fake.call(fake.compile(increment), sent := fake.to_device(host := ids_of(1)))
+    with pytest.raises(Violation, match="whose end nothing tells"):
+        fake.to_host(output, non_blocking=True)
+    assert fake.to_host(output).tolist() == [2]
+    assert len(sent) == len(host)
+
+
+# ── with events, work is done in order ──────────────────────────────────────────────────
+
+
+def test_with_events_a_read_waits_for_all_that_was_launched_before_it(
+    request: pytest.FixtureRequest,
+) -> None:
+    for has_events in (True, False):
+        fake = make(
+            request, faults=[Fault("hang", step=2)], has_events=has_events, index=int(has_events)
+        )
+        graph, host = fake.compile(increment), ids_of(1)
+        sent = fake.to_device(host)
+        outputs = fake.call(graph, sent), fake.call(graph, sent)
+        reader = threading.Thread(target=fake.to_host, args=outputs[:1])
+        reader.start()
+        reader.join(None if not has_events else 0.05)
+        assert reader.is_alive() == has_events
+        fake.core.let_go()
+        reader.join()
+
+
+def test_a_queued_copy_arrives_when_an_event_behind_it_was_waited_for(
+    request: pytest.FixtureRequest,
+) -> None:
+    fake = make(request, has_events=True, queue_depth=1)
+    graph, host = fake.compile(increment), ids_of(1)
+    output = fake.call(graph, sent := fake.to_device(host))
+    before = fake.record_event()
+    copy = fake.to_host(output, non_blocking=True)
+    fake.synchronize(before)
+    assert copy.item() < 0  # garbage
+    with pytest.raises(RuntimeError, match="status 7"):
+        fake.call(graph, sent)  # nor is the output read
+    behind = fake.record_event()
+    fake.synchronize(behind)
+    assert copy.item() == 2
+    fake.to_host(fake.call(graph, sent))
+    fake.synchronize(behind)
+    assert not fake.violations
+
+
+def test_the_target_of_a_queued_copy_has_to_stay(request: pytest.FixtureRequest) -> None:
+    fake = make(request, has_events=True)
+    output = fake.call(fake.compile(increment), sent := fake.to_device(host := ids_of(1)))
+    fake.to_host(output, non_blocking=True)
+    with pytest.raises(Violation, match="target of a copy"):
+        fake.synchronize(fake.record_event())
+    assert len(sent) == len(host)
+
+
+def test_a_runtime_may_make_a_queued_copy_wait(request: pytest.FixtureRequest) -> None:
+    fake = make(request, has_events=True, queues_copies=False)
+    output = fake.call(fake.compile(increment), sent := fake.to_device(host := ids_of(1)))
+    assert fake.to_host(output, non_blocking=True).tolist() == [2]
+    assert len(sent) == len(host)
 
 
 # ── rule 4: the queue is bounded, and unread outputs count ──────────────────────────────

@@ -14,7 +14,8 @@ import pytest
 
 from aneuron import ConfigError
 from aneuron.cli.doctor import probe as probe_module
-from aneuron.cli.doctor.probe import Depth, Events, Findings, Gil, Timing, probe
+from aneuron.cli.doctor.findings import Copies, Depth, Events, Findings, Gil, Timing
+from aneuron.cli.doctor.probe import probe
 from aneuron.cli.doctor.report import as_profile, markdown
 from aneuron.cli.doctor.rig import Rig, Size
 from aneuron.device.neuron import NeuronDevice
@@ -135,8 +136,8 @@ def test_launches_that_block_are_told(make: Callable[..., NeuronDevice]) -> None
 class Holding(FakeNative):
     """A runtime whose reads hold the GIL, as a kernel written in Python would."""
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = super().to_host(tensor)
+    def to_host(self, tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        host = super().to_host(tensor, non_blocking=non_blocking)
         ctypes.PyDLL(None).usleep(400_000)
         return host
 
@@ -160,7 +161,7 @@ class Event:
         self.event = event
 
     def query(self) -> bool:
-        return bool(self.event.entry.has_ended)
+        return bool(self.event.last.entry.has_ended)
 
 
 class WithEvents(FakeNative):
@@ -185,11 +186,23 @@ def test_events_are_asked(rig_of: Callable[..., Rig], kind: Any, told: tuple[str
     assert probe_module._events(rig, 2) == Events(True, *told)
 
 
+def test_whether_a_read_waits_for_the_next_launch_is_measured(rig_of: Callable[..., Rig]) -> None:
+    lite = probe_module._copies(rig_of(FakeNative), 2, 3)
+    assert lite.first_s < 0.75 * lite.both_s
+    assert (lite.plain_s, lite.queued_s) == (None, None)
+    events = probe_module._copies(rig_of(FakeNative, has_events=True, index=1), 2, 3)
+    assert events.first_s < 0.75 * events.both_s
+    assert events.plain_s is not None
+    assert events.plain_s > 0.75 * events.both_s  # work is done in order
+    assert events.queued_s is not None
+    assert events.queued_s < 0.5 * events.first_s
+
+
 class Overwriting(FakeNative):
     """A runtime that gives a newer launch's ids for an older one that was not read in time."""
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = super().to_host(tensor)
+    def to_host(self, tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        host = super().to_host(tensor, non_blocking=non_blocking)
         return (host + 1) % SMALL.vocab if self.core.in_flight >= 2 else host
 
 
@@ -234,6 +247,7 @@ def findings(**changes: Any) -> Findings:
         "copied_ids": 8,
         "gil": Gil(0.97, None),
         "events": Events(True, "False", "True"),
+        "copies": Copies(0.0441, 0.0881, 0.0881, 0.00002),
         "depth": Depth((0.0001,) * 8, f"RuntimeError: {FULL}", ("right",) * 8, True),
         "total_s": 312.0,
     }
@@ -249,6 +263,9 @@ def test_a_report_answers_every_open_question() -> None:
         f"| launches unread | 8 made, then RuntimeError: {FULL}; the queue is said to hold 8 |",
         "| their ids, read at last | all are right |",
         "| events | query() says False behind a launch, True when it was read |",
+        "| do ids come while the next launch runs | yes: 44.1 ms of 88.1 ms for both |",
+        "| do they by a blocking copy | **no**: 88.1 ms of 88.1 ms for both |",
+        "| queueing a copy to the host | 0.02 ms |",
         "| does a read let the GIL go | yes: a thread counts at 97% |",
         "| does a launch let the GIL go | too short to tell |",
         "| copy of 8 ids to the host | 0.05 ms |",
@@ -269,6 +286,7 @@ def test_a_report_answers_every_open_question() -> None:
         ({"depth": Depth((0.1,), "", ("right",), False)}, "all look right, but the ids repeat"),
         ({"depth": Depth((0.1,), "", ("right",), True)}, "1 made, none refused"),
         ({"depth": Depth((), "RuntimeError: no", (), True)}, "| RuntimeError: no |"),
+        ({"copies": Copies(0.8, 1.0)}, "launch runs | **no**: 800 ms of 1e+03 ms for both |"),
         ({"gil": Gil(0.01, 0.5)}, "**no**: a thread counts at 1%"),
         ({"events": Events(False, "it has none", "")}, "| events | it has none |"),
     ],

@@ -305,7 +305,9 @@ def test_torch_neuron_is_called_on_its_core(neuron: Any, monkeypatch: pytest.Mon
     (name, (device,), kwargs) = tensor.calls.pop()
     assert (name, device.type, device.index, kwargs) == ("to", "neuron", 3, {"non_blocking": True})
     assert raw.to_host(tensor) == "moved"
-    assert tensor.calls.pop() == ("to", ("cpu",), {})
+    assert tensor.calls.pop() == ("to", ("cpu",), {"non_blocking": False})
+    assert raw.to_host(tensor, non_blocking=True) == "moved"
+    assert tensor.calls.pop() == ("to", ("cpu",), {"non_blocking": True})
     graph = raw.compile(max, options={"a": 1})
     told = {"backend": "neuron", "fullgraph": True, "dynamic": False, "options": {"a": 1}}
     assert compiled == [(max, told)]

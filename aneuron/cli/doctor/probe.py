@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aneuron.cli.doctor.findings import Copies, Depth, Events, Findings, Gil, Timing
 from aneuron.cli.doctor.rig import Rig, Size
 
 if TYPE_CHECKING:
@@ -25,129 +25,13 @@ if TYPE_CHECKING:
     from aneuron.device.neuron.raw import Launched
     from aneuron.models.catalog import Progress
 
-__all__ = ["Depth", "Events", "Findings", "Gil", "Timing", "probe"]
+__all__ = ["probe"]
 
 _SHORT_S = 0.002  # of a call beside which nothing can be counted
 _MOST_UNREAD = 70  # the runtime's own limit is 63
 _MOST_UNREAD_NXD = 5
 _NEVER = threading.Event()  # nobody sets it: a wait with a time is a pause
 _NO_EVENTS = "this runtime has no events"
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Medians of one program, in seconds.
-
-    Attributes:
-        name: of it, such as `decode[8 rows]`.
-        size: rows of a decode, tokens of a prefill.
-        is_decode: which of the two it is.
-        launch_s: until the launch returned.
-        read_s: until its ids were on the host after that.
-    """
-
-    name: str
-    size: int
-    is_decode: bool
-    launch_s: float
-    read_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of both."""
-        return self.launch_s + self.read_s
-
-
-@dataclass(frozen=True, slots=True)
-class Gil:
-    """How fast a thread of Python counted beside a call, as a share of what it does alone.
-
-    Attributes:
-        read: beside a blocking read; None if that is too short.
-        launch: beside a launch, likewise.
-    """
-
-    read: float | None
-    launch: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """What events are there.
-
-    Attributes:
-        exist: whether the runtime has them.
-        before: what `query()` said right behind a launch; why not, if it did not.
-        after: what it said when that had been read.
-    """
-
-    exist: bool
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class Depth:
-    """What came of launches that nobody read, each fed by the one before.
-
-    Attributes:
-        launches_s: seconds of each launch that was made.
-        refusal: what the launch behind them raised; "" if none did.
-        reads: of each, in order: "right", "other ids", or what its read raised.
-        can_tell: whether the right ids of any two launches differ, so that one in the place of
-            another would show.
-    """
-
-    launches_s: tuple[float, ...]
-    refusal: str
-    reads: tuple[str, ...]
-    can_tell: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """All that was found out.
-
-    Attributes:
-        kind, version: of the runtime.
-        queue_depth: that it says; None if it does not.
-        timings: of each program.
-        sync_step_s: a decode of the most rows, each read before the next is launched.
-        async_step_s: the same with one launched ahead.
-        copy_s: reading ids, long after their program ended.
-        copied_ids: how many they are.
-        gil, events, depth: see there.
-        total_s: that it took, compiling included.
-    """
-
-    kind: str
-    version: str
-    queue_depth: int | None
-    timings: tuple[Timing, ...]
-    sync_step_s: float
-    async_step_s: float
-    copy_s: float
-    copied_ids: int
-    gil: Gil
-    events: Events
-    depth: Depth
-    total_s: float
-
-    @property
-    def longest(self) -> Timing:
-        """The program whose launches tell most: of traced programs a prefill is always read."""
-        told = [one for one in self.timings if one.is_decode or self.kind == "native"]
-        return max(told, key=lambda one: one.total_s)
-
-    @property
-    def returns_early(self) -> bool:
-        """Whether a launch returns before its program has ended."""
-        return self.longest.launch_s < self.longest.read_s
-
-    @property
-    def gap_s(self) -> float:
-        """Seconds that a step costs beyond its program when the host waits for it."""
-        return max(0.0, self.sync_step_s - self.async_step_s)
 
 
 def probe(
@@ -180,6 +64,7 @@ def probe(
         sync_s, async_s = _steps(rig, rows, steps)
         copy_s = _copy(rig, rows, repeats)
         gil, events = _gil(rig, rows, repeats), _events(rig, rows)
+        copies = _copies(rig, rows, repeats)
         depth = _depth(rig, rows)
         version = getattr(device.compiler or raw, "version", "")
         return Findings(
@@ -193,6 +78,7 @@ def probe(
             copied_ids=rows,
             gil=gil,
             events=events,
+            copies=copies,
             depth=depth,
             total_s=perf_counter() - started_s,
         )
@@ -261,12 +147,7 @@ def _copy(rig: Rig, rows: int, repeats: int) -> float:
 
 def _gil(rig: Rig, rows: int, repeats: int) -> Gil:
     """Count in a thread beside launches and reads of the longest program there is."""
-    tokens, ids = rig.size.tokens[-1] - 1, rig.begin(rows)
-    is_native = rig.device.kind == "native"  # of others a prefill is read where it is launched
-
-    def launch() -> Launched:
-        return rig.prefill(tokens) if is_native else rig.decode(0, rows, ids)
-
+    launch = _longest(rig, rows)
     beside_launch, beside_read = [], []
     for _ in range(repeats):
         launched, *counted = _counted(launch)
@@ -274,6 +155,13 @@ def _gil(rig: Rig, rows: int, repeats: int) -> Gil:
         _, *counted = _counted(launched.read)
         beside_read.append(counted)
     return Gil(_share(beside_read), _share(beside_launch))
+
+
+def _longest(rig: Rig, rows: int) -> Callable[[], Launched]:
+    """Return what launches the longest program whose launch does not read it."""
+    if rig.device.kind == "native":
+        return partial(rig.prefill, rig.size.tokens[-1] - 1)
+    return partial(rig.decode, 0, rows, rig.begin(rows))
 
 
 def _share(counted: list[list[Any]]) -> float | None:
@@ -327,6 +215,48 @@ def _query(event: Any) -> str:
         return str(query())
     except Exception as error:  # noqa: BLE001  whatever comes is the finding
         return _told(error)
+
+
+def _copies(rig: Rig, rows: int, repeats: int) -> Copies:
+    """Read the first of two launches, in each way that there is."""
+    raw = rig.device.raw
+    found: list[tuple[float, ...]] = []
+    for _ in range(repeats):
+        first, second = _two(rig, rows)
+        start_s = perf_counter()
+        first.read()
+        first_s = perf_counter() - start_s
+        second.read()
+        found.append((first_s, perf_counter() - start_s))
+        if getattr(raw, "has_events", False):
+            found[-1] += _copied(raw, _longest(rig, rows))
+    return Copies(*(median(column) for column in zip(*found, strict=True)))
+
+
+def _two(rig: Rig, rows: int) -> tuple[Launched, Launched]:
+    """Launch the longest program twice; decodes follow on each other."""
+    launch = _longest(rig, rows)
+    first = launch()
+    is_native = rig.device.kind == "native"
+    return first, launch() if is_native else rig.decode(1, rows, first)
+
+
+def _copied(raw: Any, launch: Callable[[], Any]) -> tuple[float, float]:
+    """Return seconds of a blocking copy of the first of two launches, and of queueing one."""
+    first, second = launch(), launch()
+    start_s = perf_counter()
+    raw.to_host(first.ids)
+    plain_s = perf_counter() - start_s
+    first.read()
+    second.read()
+    first = launch()
+    start_s = perf_counter()
+    target, event = raw.to_host(first.ids, non_blocking=True), raw.record_event()
+    queued_s = perf_counter() - start_s
+    raw.synchronize(event)
+    del target  # not before
+    first.read()
+    return plain_s, queued_s
 
 
 def _depth(rig: Rig, rows: int) -> Depth:

@@ -15,10 +15,11 @@ from aneuron.device.profiles import Figure, Profile
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aneuron.cli.doctor.probe import Depth, Findings, Gil
+    from aneuron.cli.doctor.findings import Copies, Depth, Findings, Gil
 
 __all__ = ["as_profile", "markdown"]
 
+_IN_TIME = 0.75  # of the time of two launches: what takes longer has waited for the second
 _HELD = 0.2  # a thread that counts less than this share did not run beside the call
 _SOURCE = "measured by aneuron doctor --probe"
 
@@ -91,6 +92,7 @@ def _answers(findings: Findings) -> Iterator[tuple[str, str]]:
         if events.exist
         else events.before,
     )
+    yield from _of_copies(findings.copies)
     yield from _of_gil(findings.gil)
     yield f"copy of {findings.copied_ids} ids to the host", _ms(findings.copy_s)
     small = min(findings.timings, key=lambda one: one.launch_s)
@@ -114,6 +116,19 @@ def _of_depth(depth: Depth, queue_depth: int | None) -> Iterator[tuple[str, str]
     wrong = [f"launch {at}: {read}" for at, read in enumerate(depth.reads, 1) if read != "right"]
     right = "all are right" if depth.can_tell else "all look right, but the ids repeat"
     yield "their ids, read at last", "; ".join(wrong) or right
+
+
+def _of_copies(copies: Copies) -> Iterator[tuple[str, str]]:
+    both = f"of {_ms(copies.both_s)} for both"
+    for question, first_s in (
+        ("do ids come while the next launch runs", copies.first_s),
+        ("do they by a blocking copy", copies.plain_s),
+    ):
+        if first_s is not None:
+            answer = "yes" if first_s < _IN_TIME * copies.both_s else "**no**"
+            yield question, f"{answer}: {_ms(first_s)} {both}"
+    if copies.queued_s is not None:
+        yield "queueing a copy to the host", _ms(copies.queued_s)
 
 
 def _of_gil(gil: Gil) -> Iterator[tuple[str, str]]:

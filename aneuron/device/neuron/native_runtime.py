@@ -1,8 +1,8 @@
 """Native PyTorch on hardware: `NativeRaw` over libtorch_neuronx_lite or TorchNeuron.
 
 Comes in: host tensors, functions. Goes out: device tensors, compiled graphs. One call of theirs
-for one of ours. Only hardware can show that a copy to the device does not wait, and what an
-event's `query` says before its time: `aneuron doctor --probe`.
+for one of ours. Only hardware can show that copies do not wait, and what an event's `query` says
+before its time: `aneuron doctor --probe`.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class NativeRuntime:
         """Launch a graph; see `NativeRaw.call`."""
         return graph(*tensors)
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait for a device tensor and copy it; see `NativeRaw.to_host`."""
-        return tensor.to("cpu")
+    def to_host(self, tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        """Copy a device tensor; see `NativeRaw.to_host`."""
+        return tensor.to("cpu", non_blocking=non_blocking)
 
     def record_event(self) -> Any:
-        """Return an event behind all launches so far; see `NativeRaw.record_event`."""
+        """Return an event behind all that is queued; see `NativeRaw.record_event`."""
         event = _neuron().Event()
         event.record()
         return event

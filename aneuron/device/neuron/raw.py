@@ -145,7 +145,8 @@ class NativeRaw(Protocol):
 
     Attributes:
         index: of the core.
-        has_events: whether events exist (TorchNeuron); else a host read is the only wait.
+        has_events: whether events exist (TorchNeuron), and work is done in the order in which it
+            was queued, copies to the host among it; else a host read is the only wait.
         queue_depth: launches that the runtime takes before it refuses.
         version: of all that a compiled graph depends on.
     """
@@ -178,18 +179,29 @@ class NativeRaw(Protocol):
             RuntimeError: the runtime refuses; the text has the status code.
         """
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
         """Wait for a device tensor and copy it to the host; late errors appear here.
+
+        With events it may wait for all that was queued before it, also behind the tensor.
+
+        Args:
+            tensor: on the core.
+            non_blocking: queue the copy and return its target, which holds the values when an
+                event that is recorded behind it has been waited for; only with `has_events`.
 
         Raises:
             RuntimeError: its program failed, or one that fed it.
         """
 
     def record_event(self) -> Any:
-        """Return an event behind all launches so far; only with `has_events`."""
+        """Return an event behind all launches and copies so far; only with `has_events`."""
 
     def synchronize(self, event: Any) -> None:
-        """Wait for an event, without a copy; only with `has_events`."""
+        """Wait for an event; late errors appear here, too. Only with `has_events`.
+
+        Raises:
+            RuntimeError: a program before it failed.
+        """
 
     def memory_stats(self) -> Mapping[str, int]:
         """Return bytes by keys such as `allocated_bytes.all.current`; empty if not known."""

@@ -186,7 +186,10 @@ class NativeModel:
     def warm_up(
         self, shape: BatchShape, progress: Callable[[str, int, int | None], None] | None = None
     ) -> None:
-        """Run every bucket once on padding, and measure whether launches return early.
+        """Run every bucket once on padding, and measure what returns early.
+
+        A copy to the host that is queued behind its launch must not make that wait: where it
+        does, ids are copied by who reads them.
 
         Raises:
             ConfigError: a bucket cannot be compiled.
@@ -217,7 +220,24 @@ class NativeModel:
         return launched_s - start_s, read_s - launched_s
 
     def _measure(self, inputs: ModelInput) -> bool:
-        """Return whether a launch returns before its program has ended."""
+        """Return whether a launch returns early; have ids copied early only if that does, too."""
+        assert self._graphs is not None
+        graphs = self._graphs
+        graphs.copies_early = False
+        is_early = self._returns_early(inputs)
+        if is_early and graphs.raw.has_events:
+            graphs.copies_early = True
+            graphs.copies_early = self._returns_early(inputs)
+            if not graphs.copies_early:
+                _logger.warning(
+                    "%s: copies to the host make launches wait; they are made by reads, which "
+                    "may wait for the launch behind theirs; see docs/neuron.md",
+                    self.spec.name,
+                )
+        return is_early
+
+    def _returns_early(self, inputs: ModelInput) -> bool:
+        """Return whether a launch, its queued copy included, returns before it has ended."""
         launch_s = read_s = inf
         for _ in range(_MEASURED_STEPS):
             spent = self._run(inputs)

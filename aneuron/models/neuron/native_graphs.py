@@ -48,6 +48,10 @@ class Pool(NamedTuple):
 class NativeLaunch:
     """A launch whose sampled ids are on their way; see `Launched`.
 
+    Where the runtime has events, work is done in order, so a read behind a later launch would
+    wait for that as well: the copy to the host is queued right behind the launch, and an event
+    behind the copy.
+
     Attributes:
         ids: int32 [S], on the device.
     """
@@ -67,7 +71,9 @@ class NativeLaunch:
         self._graphs = graphs
         self._keep = keep
         self._num_sampled, self._num_counted = sizes
+        self._copy = graphs.copied_early(ids)
         self._host: np.ndarray | None = None
+        self._error: Exception | None = None
         self._lock = threading.Lock()
 
     def read(self) -> np.ndarray:
@@ -79,8 +85,7 @@ class NativeLaunch:
 
     def wait(self) -> None:
         """Wait until the program has ended; see `Launched.wait`."""
-        # An event would tell, too, but ids that nobody reads keep their place in the queue.
-        self._read()
+        self._read()  # ids that nobody reads would keep their place in the queue
 
     def gather(self, order: np.ndarray) -> NativeLaunch:
         """Return the ids in another order, launched by a graph of its own."""
@@ -92,12 +97,26 @@ class NativeLaunch:
 
     def _read(self) -> np.ndarray:
         with self._lock:
+            if self._error is not None:
+                raise self._error  # a runtime may tell it once
             if self._host is None:
                 try:
-                    self._host = self._graphs.raw.to_host(self.ids).numpy()
+                    self._host = self._arrived().numpy()
+                except Exception as error:
+                    self._error = error
+                    raise
                 finally:
-                    self._keep = ()  # it has ended, well or not
+                    self._keep, self._copy = (), None  # it has ended, well or not
             return self._host
+
+    def _arrived(self) -> torch.Tensor:
+        """Wait for the ids and return them, on the host."""
+        raw = self._graphs.raw
+        if self._copy is None:
+            return raw.to_host(self.ids)
+        host, event = self._copy
+        raw.synchronize(event)
+        return host
 
 
 class Graphs:
@@ -110,6 +129,7 @@ class Graphs:
 
     Attributes:
         slots: what the host knows of every slot; last tokens are on the device.
+        copies_early: whether each launch has its copy to the host queued behind it.
     """
 
     def __init__(self, raw: NativeRaw, decoder: torch.nn.Module, pool: Pool) -> None:
@@ -117,6 +137,7 @@ class Graphs:
         self.raw = raw
         self.decoder = decoder
         self.slots = SlotState(pool.num_slots)
+        self.copies_early = raw.has_events
         config: Any = decoder.config
         shape = (pool.num_blocks + 1, pool.block_size, config.num_kv_heads, config.head_dim)
         zeros = torch.zeros(shape, dtype=pool.dtype)  # of one layer: they all are copies of it
@@ -195,6 +216,19 @@ class Graphs:
     def call(self, name: str, *tensors: torch.Tensor) -> Any:
         """Launch a graph by its name."""
         return self.raw.call(self._graphs[name], *tensors)
+
+    def copied_early(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """Queue the copy of ids to the host; return its target and the event behind it.
+
+        None if a read has to copy them: `copies_early` is off, or the runtime refuses, which is
+        no fault of the launch. What is wrong with that, its read tells.
+        """
+        if not self.copies_early:
+            return None
+        try:
+            return self.raw.to_host(ids, non_blocking=True), self.raw.record_event()
+        except RuntimeError:
+            return None
 
     def send(self, column: np.ndarray, keep: list[Any]) -> torch.Tensor:
         """Queue the copy of a column that nobody changes; what must stay goes to `keep`."""

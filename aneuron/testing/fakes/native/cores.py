@@ -10,7 +10,9 @@ import threading
 import weakref
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from aneuron.testing.fakes.core import FakeCore
 from aneuron.testing.fakes.faults import FaultPlan, Watch, claim_cores, cores_busy
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
     from aneuron.testing.fakes.faults import Fault
     from aneuron.testing.fakes.native.tensors import Cell, Source
 
-__all__ = ["Launch", "NativeCore", "NativeCores"]
+__all__ = ["Event", "HostCopy", "Launch", "NativeCore", "NativeCores"]
 
+_GARBAGE = 0x80  # bytes of a host tensor before its copy arrives: negative, as ids
 _NO_LAUNCHES = ("compile", "cores busy")  # faults that are none of a launch
 
 
@@ -71,6 +74,53 @@ class Launch:
         return not self.entry.is_in_queue
 
 
+class HostCopy:
+    """A queued copy to the host: its values are there when an event behind it was waited for.
+
+    Attributes:
+        has_arrived: whether that was so.
+    """
+
+    def __init__(self, cell: Cell, host: torch.Tensor) -> None:
+        """Make it; `NativeCore.queue_copy` does."""
+        self._cell = cell
+        self._host = weakref.ref(host)
+        self.has_arrived = False
+        self._lock = threading.Lock()
+
+    def arrive(self) -> None:
+        """Write the values, once; what they are copied from is read by that.
+
+        Raises:
+            Violation: the host tensor was dropped.
+            RuntimeError: the launch that computes them failed.
+        """
+        with self._lock:
+            if self.has_arrived:
+                return
+            self.has_arrived = True
+            cell, host = self._cell, self._host()
+            if cell.launch is not None:
+                cell.launch.read(cell)
+            if host is None:
+                text = "the target of a copy to the host was dropped before an event behind it"
+                raise cell.core.watch.broken(f"{text} was waited for")
+            assert cell.value is not None
+            host.copy_(cell.value)
+
+
+class Event(NamedTuple):
+    """A place in a core's order of work.
+
+    Attributes:
+        last: the launch before it; None if there is none.
+        copies: copies to the host before it that had not arrived.
+    """
+
+    last: Launch | None
+    copies: tuple[HostCopy, ...]
+
+
 class NativeCore:
     """A core with its memory, and what was queued for it: copies, and launches behind them.
 
@@ -93,6 +143,21 @@ class NativeCore:
         self._copies: list[Source] = []  # that no launch is behind
         self._unsettled: list[Launch] = []
         self._queued: list[Launch] = []
+        self._to_host: list[HostCopy] = []  # that have not arrived
+
+    def queue_copy(self, cell: Cell) -> torch.Tensor:
+        """Queue a copy to the host and return its target, which holds garbage."""
+        host = torch.empty_like(cell.meta, device="cpu")
+        host.reshape(-1).view(torch.uint8).fill_(_GARBAGE)
+        with self._lock:
+            self._to_host.append(HostCopy(cell, host))
+        return host
+
+    def event(self) -> Event:
+        """Return an event behind all that is queued."""
+        with self._lock:
+            self._to_host = [copy for copy in self._to_host if not copy.has_arrived]
+            return Event(self.last, tuple(self._to_host))
 
     def add_copy(self, source: Source) -> None:
         """Note a copy to the core's memory."""

@@ -16,7 +16,7 @@ import torch
 
 from aneuron.testing.fakes.entry import pause
 from aneuron.testing.fakes.faults import nrt_error, release_cores
-from aneuron.testing.fakes.native.cores import Launch, NativeCores
+from aneuron.testing.fakes.native.cores import Event, Launch, NativeCores
 from aneuron.testing.fakes.native.graphs import Graph
 from aneuron.testing.fakes.native.tensors import WIDE, Cell, DeviceTensor, Source, register
 
@@ -51,11 +51,16 @@ class FakeNative:
     matter of which graph is called; it cannot be both, and what its rows are is not told. Wrong
     rows and wrong blocks show in the tokens of `CountDecoder` and `SumDecoder`.
 
+    With events, as TorchNeuron has them, work is done in order: a read waits for all that was
+    launched before it. A copy that is queued arrives when an event behind it was waited for; until
+    then its target holds garbage, and has to stay.
+
     Args:
         times: modelled latency.
         faults: what goes wrong; a "compile" fault's step counts compilations.
         true_async: whether a call returns before the graph has ended.
         has_events: whether there are events.
+        queues_copies: whether a copy to the host that need not block returns at once.
         queue_depth: launches whose outputs may be unread, at most 63.
         index: of the core.
         memory_bytes: of each core; beyond it copies fail with status 4.
@@ -74,6 +79,7 @@ class FakeNative:
         faults: Sequence[Fault] = (),
         true_async: bool = True,
         has_events: bool = False,
+        queues_copies: bool = True,
         queue_depth: int = 8,
         index: int = 0,
         memory_bytes: int = _MEMORY_BYTES,
@@ -86,6 +92,7 @@ class FakeNative:
         register()
         self.index = index
         self.has_events = has_events
+        self._queues_copies = queues_copies
         self.queue_depth = min(queue_depth, _MOST_DEPTH)
         self.memory_bytes = memory_bytes
         self._cores = NativeCores(
@@ -177,10 +184,16 @@ class FakeNative:
         results = tuple(DeviceTensor(cell, self.index) for cell in outputs)
         return results[0] if program.is_single else results
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait for a device tensor and copy it; see `NativeRaw.to_host`."""
+    def to_host(self, tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        """Copy a device tensor, and wait for it or not; see `NativeRaw.to_host`."""
         self.core.watch.check_caller("a read of a device value")
         cell = self._cell_of(tensor)
+        if non_blocking and not self.has_events:
+            raise self.core.watch.broken("a copy to the host whose end nothing tells")
+        if non_blocking and self._queues_copies:
+            return self._own.queue_copy(cell)
+        if self.has_events and self._own.last is not None:
+            self._own.wait(self._own.last)
         if cell.launch is None:  # launches may have changed it
             self._own.wait_for_copies()
         else:
@@ -189,18 +202,21 @@ class FakeNative:
         assert cell.value is not None
         return cell.value.clone()
 
-    def record_event(self) -> Launch | None:
-        """Return an event behind all launches so far; see `NativeRaw.record_event`."""
+    def record_event(self) -> Event:
+        """Return an event behind all that is queued; see `NativeRaw.record_event`."""
         if not self.has_events:
             raise self.core.watch.broken("an event: this runtime has none")
-        return self._own.last
+        return self._own.event()
 
-    def synchronize(self, event: Launch | None) -> None:
+    def synchronize(self, event: Event) -> None:
         """Wait for an event; see `NativeRaw.synchronize`."""
         self.core.watch.check_caller("a wait for an event")
-        if event is not None:
-            self._own.wait(event)
-            event.entry.wait()
+        if event.last is not None:
+            self._own.wait(event.last)
+        for copy in event.copies:
+            copy.arrive()
+        if event.last is not None:
+            event.last.entry.wait()
 
     def memory_stats(self) -> Mapping[str, int]:
         """Return bytes in use, and of all the core's memory."""
