@@ -67,8 +67,8 @@ async def run_apart(
         return await asyncio.get_running_loop().run_in_executor(executor, body)
     except asyncio.CancelledError:
         with changing:
-            is_left = True
-        if made and discard is not None:
+            is_left, is_made = True, bool(made)  # else `body` sees that it is left
+        if is_made and discard is not None:
             executor.submit(discard, made[0])
         raise
     finally:

@@ -202,14 +202,18 @@ def test_import_has_no_side_effects(tmp_path: Path) -> None:
     code = """
 import aneuron, json, sys, threading
 asyncio = sys.modules.get("asyncio")
-print(json.dumps({
+facts = {
     "heavy": sorted({"torch", "numpy", "transformers"} & set(sys.modules)),
     "threads": threading.active_count(),
     "policy": repr(asyncio and asyncio.events._event_loop_policy),
-}))
+}
+aneuron.Engine, aneuron.open  # modules that the import alone leaves for later
+ours = ("aneuron.testing.fakes", "aneuron.device.neuron", "aneuron.models.neuron",
+        "aneuron.cli.doctor")
+print(json.dumps(facts | {"ours": [name for name in sys.modules if name.startswith(ours)]}))
 """
     facts = json.loads(python(code, tmp_path))
-    assert facts == {"heavy": [], "threads": 1, "policy": "None"}
+    assert facts == {"heavy": [], "threads": 1, "policy": "None", "ours": []}
 
 
 def test_exports_are_what_all_says() -> None:

@@ -203,8 +203,13 @@ class ThreadDevice:
         copies: _Queue | None = None
         if self.has_reader:
             copies = SimpleQueue()
-            self._start_thread(self._run_copies, f"aneuron-{self.label}-reader", copies)
         self._start_thread(self._run, f"aneuron-{self.label}", jobs, copies)
+        if copies is not None:
+            try:
+                self._start_thread(self._run_copies, f"aneuron-{self.label}-reader", copies)
+            except BaseException:  # the launch thread ends with this; it lets go of nothing
+                jobs.put(DeviceFuture(loop, shape=(), dtype="none", clock=self._clock))
+                raise
         return jobs
 
     def _start_thread(self, body: Callable[..., None], name: str, *args: Any) -> None:

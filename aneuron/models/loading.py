@@ -6,6 +6,7 @@ an opened device. Blocking (files, weights): the engine calls it in a worker thr
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from aneuron.prompt import Tokenizer
 
 __all__ = ["Loaded", "check_source", "load"]
+
+_logger = logging.getLogger("aneuron.models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,23 @@ def _load(
     for one in models:
         if isinstance(one, PlacedModel) and not config.enforce_eager:
             one.warm_up(BatchShape.of(config, limit), progress)
+    if config.enforce_eager and opened.name == "neuron":
+        _warn_of_compiles(cast("NeuronDevice", opened), config.step_timeout_s)
     return Loaded(models, devices, tokenizer, num_blocks, limit, config)
+
+
+def _warn_of_compiles(device: NeuronDevice, step_timeout_s: float) -> None:
+    """Say that a compile within a step, which native graphs have, may be taken for a hang."""
+    from aneuron.device.neuron.device import warm_up_limit_s
+
+    if device.kind == "native" and step_timeout_s < (limit_s := warm_up_limit_s()):
+        _logger.warning(
+            "enforce_eager: the first step of each bucket compiles, which takes minutes on Neuron; "
+            "after step_timeout_s, %g s, the device counts as lost: pass step_timeout_s=%g, or "
+            "leave enforce_eager out",
+            step_timeout_s,
+            limit_s,
+        )
 
 
 def _placed(model: Model, device: Device) -> Model:

@@ -28,6 +28,23 @@ class Placed:
     count: int = 0
 
 
+class Spy(FakeNxd):
+    """A played runtime that keeps what rank 0 was launched with."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"decoder": count_decoder, **options}
+        super().__init__(**options)
+        self.launches: list[list[Any]] = []
+
+    def forward_async(self, ranked: Any) -> Any:
+        is_by_rank = self.layout == "rank_out"
+        self.launches.append(list(ranked[0]) if is_by_rank else [one[0] for one in ranked])
+        return super().forward_async(ranked)
+
+    def last(self, index: int) -> Any:
+        return self.launches[-1][index]
+
+
 @dataclass
 class Launcher:
     """A model on a played runtime, and requests on it."""

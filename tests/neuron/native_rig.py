@@ -29,6 +29,7 @@ def make(request: pytest.FixtureRequest, **options: Any) -> FakeNative:
     fake = FakeNative(times=Times(enqueue_s=0.0), **options)
 
     def close() -> None:
+        fake.core.let_go()
         with suppress(Violation):
             fake.close()
 

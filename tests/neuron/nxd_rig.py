@@ -46,10 +46,15 @@ class Row:
 
 @dataclass
 class Rig:
-    """A runtime with what its launches need."""
+    """A runtime with what its launches need, which it keeps.
+
+    Attributes:
+        kept: the arguments of each launch.
+    """
 
     fake: FakeNxd
     shape: ProgramShape
+    kept: list[list[list[Any]]] = field(default_factory=list)
 
     def prefill(self, row: Row, prompt: Sequence[int], *, size: int = 8) -> list[torch.Tensor]:
         args = self._padding(Bucket(is_decode=False, size=size))
@@ -93,6 +98,7 @@ class Rig:
             [arg[rank] if isinstance(arg, tuple) else arg for arg in args]
             for rank in range(self.fake.ranks)
         ]
+        self.kept.append(by_rank)
         return self.by_rank(self.fake.forward_async(self.by_rank(by_rank)))
 
     def by_rank(self, nested: Sequence[Sequence[Any]]) -> list[list[Any]]:

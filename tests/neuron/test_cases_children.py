@@ -1,4 +1,4 @@
-"""What only a process of its own can show: a runtime that hangs while it warms up, and a fork."""
+"""What only a process of its own can show: a runtime that hangs, and a fork."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ OPENED = """
     from aneuron.models.neuron.native import NativeModel, native_spec
     from aneuron.testing import ByteTokenizer
     from aneuron.testing.fakes import CountDecoder, FakeNative, FakeNxd, Fault
+    from aneuron.testing.fakes.faults import _claimed
 
     kind, folder = sys.argv[1:]
     decoder = CountDecoder(512, max_model_len=64)
@@ -61,10 +62,10 @@ async def told(folder: Path, kind: str, code: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_case_90_a_hang_while_it_warms_up(tmp_path: Path, kind: str) -> None:
-    """It is given up after as long as a compiler may take, and the process ends."""
+    """It is given up after as long as a compiler may take, as its close is; the process ends."""
     code = """
         async def main():
-            runtime.WARM_UP_S = 0.5  # compilers may take long
+            runtime.WARM_UP_S = runtime.CLOSE_S = 0.5  # compilers may take long
             _, engine = engine_over([Fault("hang", step=1)], shutdown_s=0.3)
             began_s = time.monotonic()
             try:
@@ -73,13 +74,24 @@ async def test_case_90_a_hang_while_it_warms_up(tmp_path: Path, kind: str) -> No
                 print("lost", time.monotonic() - began_s < 5)
 
         asyncio.run(main())
-        # What hung was let go by the close; no thread may be in torch when the process ends.
-        for thread in threading.enumerate():
-            if thread.daemon:
-                thread.join(10)
+        print("end of main", sorted(_claimed))
+        """
+    assert await told(tmp_path, kind, code) == ["lost True", "end of main [0]"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_case_90_a_runtime_that_hangs_while_it_is_closed(tmp_path: Path, kind: str) -> None:
+    code = """
+        async def main():
+            fake, engine = engine_over(shutdown_s=0.3)
+            fake.close = threading.Event().wait
+            async with engine:
+                print((await engine.generate(prompt_token_ids=[10], max_tokens=3)).token_ids)
+
+        asyncio.run(main())
         print("end of main")
         """
-    assert await told(tmp_path, kind, code) == ["lost True", "end of main"]
+    assert await told(tmp_path, kind, code) == ["[11, 12, 13]", "end of main"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

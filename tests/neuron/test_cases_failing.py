@@ -86,6 +86,25 @@ async def test_rule_15_and_case_63_a_lost_device_fails_everybody(
         await engine.aclose()
 
 
+@pytest.mark.parametrize("carry", ["resident", "handoff"])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(7, None), (1003, DeviceError), (4, OutOfMemory), (5, DeviceLost), (101, DeviceLost)],
+)
+async def test_rule_15_a_fault_of_a_rank_that_nobody_reads(
+    carry: str, status: int, kind: type[DeviceError] | None
+) -> None:
+    async with fake_engine("native", carry, num_ranks=2) as (engine, fake):
+        fake.at(1).core.inject(Fault(status, step=5, rank=1))
+        ended = await outcome(start(engine, 10, 20))
+        if kind is None:
+            assert ended.token_ids == after(10, 20)  # type: ignore[union-attr]
+        else:
+            assert type(ended) is kind
+        if kind is not DeviceLost:
+            assert (await start(engine, 500, 9)).token_ids == after(500, 9)
+
+
 @main_ways
 async def test_case_90_a_hang(backend: str, carry: str) -> None:
     options: dict[str, Any] = {"step_timeout_s": 1.0, "shutdown_s": 0.3}

@@ -16,7 +16,7 @@ from aneuron.config import EngineConfig
 from aneuron.device.neuron import NeuronDevice
 from aneuron.models.architecture import ModelConfig
 from aneuron.models.neuron import compiled as compiled_module
-from aneuron.models.neuron.artifact import Artifact
+from aneuron.models.neuron.artifact import MODEL_FILES, Artifact
 from aneuron.models.neuron.compiled import compile_artifact, load_neuron, shape_for
 from aneuron.models.tokenizer import ByteTokenizer
 from aneuron.testing.fakes import FakeCompiler, FakeNative, FakeNxd, Fault, Times
@@ -107,6 +107,8 @@ def test_asked_buckets_are_taken() -> None:
         ({"kv_cache_bytes": 10}, "kv_cache_bytes"),
         ({"num_kv_blocks": 9, "enable_prefix_caching": False}, "num_kv_blocks"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size"),
+        ({"num_tokens_buckets": (1, 64)}, "num_tokens_buckets"),
+        ({"max_num_batched_tokens": 1}, "max_num_batched_tokens"),
     ],
 )
 def test_what_programs_cannot_have_is_refused_before_anything_is_compiled(
@@ -174,7 +176,7 @@ def test_another_compiler_checkpoint_or_program_is_another_entry(
     compile_artifact(str(checkpoint), FakeCompiler(), SMALL)
     compile_artifact(str(checkpoint), FakeCompiler(version="fake-2"), SMALL)
     assert len(entries(cache)) == 2
-    monkeypatch.setattr(compiled_module, "_program_version", lambda: "later")
+    monkeypatch.setattr(compiled_module, "_source_digest", lambda: "later")
     compile_artifact(str(checkpoint), FakeCompiler(), SMALL)
     assert len(entries(cache)) == 3
     write_checkpoint(checkpoint, seed=1)
@@ -191,6 +193,45 @@ def test_a_checkpoint_of_the_cache_is_known_by_its_manifest(checkpoint: Path) ->
     files["model.safetensors"]["sha256"] = "2" * 64
     (checkpoint / "aneuron-manifest.json").write_text(json.dumps({"files": files}))
     assert compiled_module._checkpoint_key(checkpoint) != before
+
+
+def test_every_file_that_an_artifact_copies_is_part_of_the_key(checkpoint: Path) -> None:
+    keys = [compiled_module._checkpoint_key(checkpoint)]
+    for name in MODEL_FILES:
+        for content in ("one", "other"):
+            (checkpoint / name).write_text(content)
+            keys.append(compiled_module._checkpoint_key(checkpoint))
+    assert len(set(keys)) == 1 + 2 * len(MODEL_FILES)
+
+
+def test_an_artifact_has_the_end_ids_and_the_chat_template_of_now(checkpoint: Path) -> None:
+    for ids, template in (([3], "old"), ([3, 7], "new")):
+        (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        (checkpoint / "chat_template.jinja").write_text(template)
+        artifact = compile_artifact(str(checkpoint), FakeCompiler(), SMALL)
+        assert artifact.spec.eos_token_ids == tuple(ids)
+        assert (artifact.folder / "chat_template.jinja").read_text() == template
+
+
+def test_every_source_that_shapes_a_program_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = compiled_module._SOURCES
+    assert {one.rpartition("/")[2] for one in names} >= {
+        "architecture.py", "artifact.py", "compiled.py", "decoder.py", "nxd_runtime.py",
+        "program.py", "rope.py", "sampler.py", "settings.py", "sharding.py", "weights.py",
+    }  # fmt: skip
+    digests = {compiled_module._source_digest()}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((compiled_module._PACKAGE / name).read_bytes())
+    monkeypatch.setattr(compiled_module, "_PACKAGE", tmp_path)
+    assert {compiled_module._source_digest()} == digests
+    for name in names:
+        with (tmp_path / name).open("a") as source:
+            source.write("#")
+        digests.add(compiled_module._source_digest())
+    assert len(digests) == 1 + len(names)
 
 
 @pytest.mark.parametrize("file", ["model.pt", "weights/tp1_sharded_checkpoint.safetensors"])

@@ -177,11 +177,12 @@ async def test_native_launches_stay_one_below_the_queue() -> None:
         await futures[7]
 
 
-async def test_a_full_queue_is_nobodys_fault() -> None:
+@pytest.mark.parametrize("told", ["nrt status 7", "execution queue full"])
+async def test_a_full_queue_is_nobodys_fault(told: str) -> None:
     async with started() as (device, program, _):
         first = device.launch(program, inputs(0))
         one = await program.next()
-        program.refusals = [RuntimeError("nrt status 7")]
+        program.refusals = [RuntimeError(told)]
         second = device.launch(program, inputs(9))
         await asyncio.to_thread(one.asked.get, timeout=5)
         assert len(program.launches) == 1

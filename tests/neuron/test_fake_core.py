@@ -185,13 +185,6 @@ def test_rule_15_a_program_that_hangs_ends_when_it_is_let_go() -> None:
         assert behind.read() == 7
 
 
-def test_rule_15_close_lets_go_what_hangs_and_fails_what_is_behind_it() -> None:
-    with a_core(Fault("hang")) as core:
-        entries = [core.submit(int) for _ in range(3)]
-        core.close()
-        assert [status(one) for one in entries] == [5, 101, 101]
-
-
 def test_faults_are_counted_from_where_they_were_planned() -> None:
     with a_core() as core:
         for _ in range(3):

@@ -86,24 +86,29 @@ def test_rule_15_out_of_memory_when_it_is_full(request: pytest.FixtureRequest) -
     assert fake.to_device(host).shape == host.shape
 
 
-def test_rule_15_a_hang_ends_when_the_core_is_closed(request: pytest.FixtureRequest) -> None:
+def test_rule_15_a_hang_keeps_a_close_waiting(request: pytest.FixtureRequest) -> None:
     fake = make(request, faults=[Fault("hang")])
     graph, host = fake.compile(increment), ids_of(1)
-    output = fake.call(graph, sent := fake.to_device(host))
+    outputs = [fake.call(graph, sent := fake.to_device(host)) for _ in range(2)]
     errors: list[RuntimeError] = []
 
     def read() -> None:
-        try:
-            fake.to_host(output)
-        except RuntimeError as error:
-            errors.append(error)
+        for output in outputs:
+            with pytest.raises(RuntimeError) as caught:
+                fake.to_host(output)
+            errors.append(caught.value)
 
     reader = threading.Thread(target=read)
     reader.start()
+    closing = threading.Thread(target=fake.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
     assert not errors
-    fake.close()
+    fake.core.let_go()
+    closing.join()
     reader.join()
-    assert status_of(errors[0]) == 5
+    assert [status_of(one) for one in errors] == [5, 101]  # what is behind it never runs
     assert len(sent) == len(host)
 
 
@@ -114,6 +119,10 @@ def test_rule_15_queue_full_is_told_at_the_call(request: pytest.FixtureRequest) 
     assert status_of(caught.value) == 7
     assert fake.core.num_launches == 0
     assert run(fake) == [2]
+    fake.core.inject(Fault(7))
+    with pytest.raises(RuntimeError, match=r"^execution queue full$") as caught:
+        run(fake)  # in words, every other time
+    assert status_of(caught.value) == 7
 
 
 def test_rule_15_after_an_unrecoverable_error_everything_fails(

@@ -146,6 +146,38 @@ def test_rule_04_two_launches_at_a_time(tmp_path: Path) -> None:
         assert one.read(one.launch(third))[0] == newest[0] + 3  # the one refused left no trace
 
 
+# ── rule 6 ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_rule_06_an_argument_that_is_dropped_in_flight_fails_the_launch(tmp_path: Path) -> None:
+    with rig(tmp_path, expect="an input of launch") as one:
+        row = Row(0, 3)
+        args = one.decode([row], one.begin(row))
+        one.fake.core.hold()
+        flying = one.launch(args)
+        one.kept.clear()
+        del args
+        one.fake.core.go_on()
+        with violation("was dropped before it was ended"):
+            one.read(flying)
+
+
+def test_rule_06_so_does_what_fed_it_and_has_been_read(tmp_path: Path) -> None:
+    with rig(tmp_path, expect="an input of launch") as one:
+        row = Row(0, 3)
+        flying = one.launch(one.decode([row], one.begin(row)))
+        one.read(flying)
+        row.position += 1
+        one.fake.core.hold()
+        ahead = one.launch(one.decode([row], one.tokens(flying)))
+        for args in one.kept[-1]:
+            del args[IDS]
+        del flying
+        one.fake.core.go_on()
+        with violation("was dropped before it was ended"):
+            one.read(ahead)
+
+
 # ── rule 14 ─────────────────────────────────────────────────────────────────────────────
 
 

@@ -121,6 +121,11 @@ def test_nxd_is_opened_with_its_compiler(machine: Machine, monkeypatch: pytest.M
             "No module named 'x'",
         ),
         ({"torch_neuronx": SimpleNamespace()}, "it has no trace, and torch.neuron is not avail"),
+        ({"torch_neuronx": Wrong(AttributeError("no 'xla'"))}, "AttributeError: no 'xla'"),
+        (
+            {"libtorch_neuronx_lite": Wrong(TypeError("2 given")), "torch_xla": Wrong(KeyError())},
+            "torch_xla cannot be used: KeyError; libtorch_neuronx_lite cannot be used: TypeError",
+        ),
     ],
 )
 def test_what_cannot_be_imported_says_why(
@@ -149,6 +154,18 @@ def test_one_name_is_two_packages(machine: Machine, monkeypatch: pytest.MonkeyPa
     assert (found.generation, found.kind) == ("torch_neuron", "native")
     monkeypatch.setattr(torch, "neuron", SimpleNamespace(is_available=lambda: False))
     assert find().generation is None
+
+
+def test_a_package_that_cannot_say_whether_it_is_available_says_why(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_available() -> bool:
+        raise TypeError("is_available() of another version")
+
+    machine(REAL, torch_neuronx=SimpleNamespace())
+    monkeypatch.setattr(torch, "neuron", SimpleNamespace(is_available=is_available))
+    with pytest.raises(ConfigError, match="TypeError: is_available"):
+        open_neuron()
 
 
 def test_the_lite_runtime_is_native(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

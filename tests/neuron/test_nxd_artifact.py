@@ -83,7 +83,7 @@ def test_nxdi_s_defaults() -> None:
     shape = program_shape({}, None)
     assert (shape.batch_size, shape.max_model_len, shape.num_blocks) == (1, 128, 1)
     assert (shape.context_buckets, shape.token_buckets) == ((128,), (128,))
-    assert (shape.sampling, shape.dtype, shape.is_block_kv) == ("none", "float32", False)
+    assert (shape.sampling, shape.dtype, shape.is_block_kv) == ("none", "bfloat16", False)
     auto = program_shape({**ROWS, "enable_bucketing": True}, None)
     assert auto.token_buckets == auto.context_buckets == (128, 256, 512, 1000)
     assert (auto.num_blocks, auto.block_size, auto.num_slots) == (4, 1000, 0)

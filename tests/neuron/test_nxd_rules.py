@@ -26,7 +26,7 @@ from tests.neuron.artifacts import (
     fake_device,
     write,
 )
-from tests.neuron.launching import Launcher, launcher
+from tests.neuron.launching import Launcher, Spy, launcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,23 +46,6 @@ def sum_decoder(_: Any = None) -> SumDecoder:
 
 def sum_of(ids: Sequence[int]) -> int:
     return sum(place * one for place, one in enumerate(ids, 1)) % VOCAB
-
-
-class Spy(FakeNxd):
-    """A played runtime that keeps what rank 0 was launched with."""
-
-    def __init__(self, **options: Any) -> None:
-        options = {"decoder": count_decoder, **options}
-        super().__init__(**options)
-        self.launches: list[list[Any]] = []
-
-    def forward_async(self, ranked: Any) -> Any:
-        is_by_rank = self.layout == "rank_out"
-        self.launches.append(list(ranked[0]) if is_by_rank else [one[0] for one in ranked])
-        return super().forward_async(ranked)
-
-    def last(self, index: int) -> Any:
-        return self.launches[-1][index]
 
 
 @pytest.mark.parametrize("kind", ["blocks", "nxdi rows"])

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aneuron import ConfigError, DeviceError, DeviceLost, Engine
+from aneuron import ConfigError, DeviceError, DeviceLost, Engine, InternalError
 from aneuron.clock import VirtualClockLoop
 from aneuron.device.neuron import NeuronDevice
 from aneuron.device.neuron import device as device_module
 from aneuron.models.neuron.native import NativeModel, native_spec
 from aneuron.testing import Count
-from aneuron.testing.fakes import CountDecoder, FakeNative, Fault
+from aneuron.testing.fakes import CountDecoder, FakeNative, Fault, Times
 from tests.neuron.flows import cores_free
 from tests.support import after, start, until
 
@@ -124,14 +124,115 @@ async def test_a_bucket_that_hangs_while_it_is_warmed_up_loses_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_module, "WARM_UP_S", 0.2)
+    monkeypatch.setattr(device_module, "CLOSE_S", 0.2)
     made: list[FakeNative] = []
     device = device_of(Fault(status="hang", step=1), made=made)
     with pytest.raises(DeviceLost, match="hangs"):
         await Engine(model(), device=device, **SIZES).open()
     monkeypatch.undo()  # the next engine may take its time
+    assert made[0].core.is_closed
+    assert made[0].core.in_flight == 1  # its close waits for that, and has the core meanwhile
+    with pytest.raises(DeviceLost, match="another process"):
+        await Engine(model(), device=device, **SIZES).open()
     await asyncio.to_thread(made[0].core.let_go)
-    await until(lambda: made[0].core.is_closed)
     await assert_free()
+
+
+async def test_a_bucket_may_take_as_long_as_its_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "WARM_UP_S", 0.05)
+    monkeypatch.setenv("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "3600")
+    slow = FakeNative(times=Times(compile_s=0.2))
+    device = NeuronDevice(lambda: slow, kind="native")
+    async with Engine(model(), device=device, **SIZES) as engine:
+        assert (await start(engine, 10, 5)).token_ids == after(10, 5)
+
+
+@pytest.mark.parametrize(("told", "limit_s"), [("", 600), ("60", 600), (" 900 ", 900), ("x", 600)])
+def test_the_longer_of_two_limits_is_that_of_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, told: str, limit_s: float
+) -> None:
+    monkeypatch.setenv("NEURON_LIBTORCH_COMPILATION_TIMEOUT", told)
+    assert device_module.warm_up_limit_s() == limit_s
+
+
+@pytest.mark.parametrize(("step_timeout_s", "is_told"), [(60.0, True), (600.0, False)])
+async def test_compiles_within_steps_are_told(
+    caplog: pytest.LogCaptureFixture, step_timeout_s: float, is_told: bool
+) -> None:
+    options: dict[str, Any] = {**SIZES, "step_timeout_s": step_timeout_s}
+    async with Engine(model(), device=device_of(), enforce_eager=True, **options) as engine:
+        assert (await start(engine, 10, 5)).token_ids == after(10, 5)
+    told = [one.getMessage() for one in caplog.records if "enforce_eager" in one.getMessage()]
+    assert len(told) == is_told
+    assert all("60 s" in one and "step_timeout_s=600" in one for one in told)
+
+
+class Scarce(NeuronDevice):
+    """A device for which no thread of some name starts, as where a process has too many."""
+
+    missing = ""
+
+    def _start_thread(self, body: Any, name: str, *args: Any) -> None:
+        if name == self.missing:
+            raise RuntimeError("can't start new thread")
+        super()._start_thread(body, name, *args)
+
+    def _sibling(self, rank: int, num_ranks: int) -> Any:
+        sibling = super()._sibling(rank, num_ranks)
+        sibling.missing = self.missing
+        return sibling
+
+
+def scarce(missing: str, made: list[FakeNative]) -> Scarce:
+    def connect() -> FakeNative:
+        made.append(FakeNative())
+        return made[-1]
+
+    device = Scarce(connect, kind="native")
+    device.missing = missing
+    return device
+
+
+@pytest.mark.parametrize("missing", ["", "-reader", "-rank1"])
+async def test_threads_that_do_not_start_leave_nothing_behind(missing: str) -> None:
+    made: list[FakeNative] = []
+    device = scarce(f"aneuron-neuron{missing}", made)
+    engine = Engine(model(), device=device, num_ranks=3, **SIZES)
+    with pytest.raises(InternalError):
+        await engine.open()
+    await cores_free()
+    await until(lambda: not device._is_reserved)
+    await until(lambda: not [one for one in threading.enumerate() if "aneuron-" in one.name])
+    assert [made[0].at(index).core.is_closed for index in range(3)] == [True] * 3
+    assert made[0].violations == []
+    device.missing = ""
+    device.for_rank(0, 1)  # siblings are made anew
+    async with engine:
+        assert (await start(engine, 10, 5)).token_ids == after(10, 5)
+
+
+async def test_where_no_thread_starts_to_close_a_runtime_the_next_engine_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[FakeNative] = []
+    device = scarce("aneuron-neuron", made)
+    engine = Engine(model(), device=device, **SIZES)
+    real = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "aneuron-close":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    with pytest.raises(InternalError):
+        await engine.open()
+    monkeypatch.undo()
+    device.missing = ""
+    async with engine:
+        assert (await start(engine, 10, 5)).token_ids == after(10, 5)
+    assert len(made) == 1
+    await cores_free()
 
 
 def test_a_process_that_gives_up_a_hanging_opening_exits(tmp_path: Path) -> None:

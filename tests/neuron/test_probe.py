@@ -7,7 +7,7 @@ modelled.
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,9 +19,10 @@ from aneuron.cli.doctor.probe import probe
 from aneuron.cli.doctor.report import as_profile, markdown
 from aneuron.cli.doctor.rig import Rig, Size
 from aneuron.device.neuron import NeuronDevice
+from aneuron.device.neuron import device as device_module
 from aneuron.device.profile_files import load_profile, save_profile
-from aneuron.errors import DeviceError
-from aneuron.testing.fakes import FakeCompiler, FakeNative, FakeNxd, Fault, Times
+from aneuron.errors import DeviceError, DeviceLost
+from aneuron.testing.fakes import FakeCompiler, FakeNative, FakeNxd, Fault, Times, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,6 +219,31 @@ def test_a_program_that_fails_is_a_typed_error_and_gives_the_cores_back() -> Non
     with pytest.raises(DeviceError, match="101"):
         probe(native(made, faults=[Fault(101, step=3)]), silent, **QUICK)
     assert made[0].core.is_closed
+
+
+@pytest.mark.parametrize(
+    ("step", "limit_s", "what"), [(1, 0.2, "launches and reads"), (15, 4.0, "chains of decodes")]
+)
+def test_what_hangs_is_a_typed_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, step: int, limit_s: float, what: str
+) -> None:
+    made: list[Any] = []
+    device = native(made)
+    monkeypatch.setattr(device_module, "CLOSE_S", 0.2)
+
+    def begun(stage: str, _done: int, _total: int | None) -> None:
+        if stage == "measure":
+            monkeypatch.setattr(probe_module, "MEASURE_S", limit_s)
+            made[0].core.inject(Fault("hang", step=step))
+
+    try:
+        with pytest.raises(DeviceLost, match=f"the probe hangs in {what}") as caught:
+            probe(device, begun, **QUICK)
+        assert caught.value.device == "neuron"
+    finally:
+        made[0].core.let_go()
+        with suppress(Violation):  # of what the thread that was left behind has launched
+            made[0].close()
 
 
 def test_a_model_that_does_not_compile_is_a_finding_too() -> None:

@@ -1,7 +1,8 @@
 """`aneuron doctor --probe`: what only hardware can tell, measured on a Neuron device.
 
 Comes in: a device. Goes out: `Findings`. What may leave the device in a bad state, more launches
-unread than it bears, comes last. It blocks for minutes, most of them compiling.
+unread than it bears, comes last. It blocks for minutes, most of them compiling; each part runs on
+a daemon thread, so that one which hangs is named and left behind.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from contextlib import suppress
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from aneuron.cli.doctor.findings import Copies, Depth, Events, Findings, Gil, Timing
 from aneuron.cli.doctor.rig import Rig, Size
+from aneuron.errors import DeviceLost
+from aneuron.threads import call_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
     from aneuron.device.neuron.raw import Launched
     from aneuron.models.catalog import Progress
 
-__all__ = ["probe"]
+__all__ = ["MEASURE_S", "probe"]
 
+T = TypeVar("T")
+MEASURE_S = 300.0  # of all that is measured, which takes seconds
+_PREPARE_S = 3600.0  # of compiling and loading; warm-up has a limit for each bucket
 _SHORT_S = 0.002  # of a call beside which nothing can be counted
 _MOST_UNREAD = 70  # the runtime's own limit is 63
 _MOST_UNREAD_NXD = 5
@@ -53,23 +59,25 @@ def probe(
 
     Raises:
         ConfigError: the model does not compile.
-        DeviceError: the cores cannot be had, or a program failed.
+        DeviceError: the cores cannot be had, a program failed, or something hangs.
     """
     started_s = perf_counter()
     try:
-        rig = Rig(device, size or Size(), progress)
+        make = partial(Rig, device, size or Size(), progress)
+        rig = _Limited(device, _PREPARE_S)("compiling and loading the model", make)
         rows, raw = rig.row_sizes[-1], device.raw
         progress("measure", 0, None)
-        timings = _timings(rig, repeats)
-        sync_s, async_s = _steps(rig, rows, steps)
-        copy_s = _copy(rig, rows, repeats)
-        gil, events = _gil(rig, rows, repeats), _events(rig, rows)
-        copies = _copies(rig, rows, repeats)
-        depth = _depth(rig, rows)
-        version = getattr(device.compiler or raw, "version", "")
+        told = _Limited(device, MEASURE_S)
+        timings = told("launches and reads", partial(_timings, rig, repeats))
+        sync_s, async_s = told("chains of decodes", partial(_steps, rig, rows, steps))
+        copy_s = told("a copy to the host", partial(_copy, rig, rows, repeats))
+        gil = told("a thread beside launches and reads", partial(_gil, rig, rows, repeats))
+        events = told("events", partial(_events, rig, rows))
+        copies = told("a read of the first of two launches", partial(_copies, rig, rows, repeats))
+        depth = told("more launches than are read", partial(_depth, rig, rows))
         return Findings(
             kind=device.kind,
-            version=version,
+            version=getattr(device.compiler or raw, "version", ""),
             queue_depth=getattr(raw, "queue_depth", None),
             timings=timings,
             sync_step_s=sync_s,
@@ -85,6 +93,36 @@ def probe(
     finally:
         with suppress(RuntimeError):  # by now it may be in no good state
             device.disconnect()
+
+
+class _Limited:
+    """Runs parts of the probe, which may take so long together, on daemon threads.
+
+    Args:
+        device: that is probed.
+        limit_s: seconds for all parts.
+    """
+
+    def __init__(self, device: NeuronDevice, limit_s: float) -> None:
+        self._label = device.label
+        self._limit_s = limit_s
+        self._end_s = perf_counter() + limit_s
+
+    def __call__(self, what: str, part: Callable[[], T]) -> T:
+        """Return what a part returns.
+
+        Raises what the part raises, and:
+            DeviceLost: it hangs; its thread is left behind.
+        """
+        left_s = max(0.0, self._end_s - perf_counter())
+        try:
+            return call_within(part, left_s, name="aneuron-probe")
+        except TimeoutError:
+            raise DeviceLost(
+                f"device {self._label}: the probe hangs in {what}: not done within "
+                f"{self._limit_s:g} s",
+                device=self._label,
+            ) from None
 
 
 def _timings(rig: Rig, repeats: int) -> tuple[Timing, ...]:

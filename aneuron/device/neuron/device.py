@@ -8,6 +8,7 @@ Its result is waited for by the reader thread, in launch order, since nothing el
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import contextmanager
 from math import nan
@@ -26,16 +27,24 @@ if TYPE_CHECKING:
     from aneuron.device.thread import JobQueue
     from aneuron.futures import DeviceFuture
 
-__all__ = ["WARM_UP_S", "NeuronDevice"]
+__all__ = ["CLOSE_S", "WARM_UP_S", "NeuronDevice", "warm_up_limit_s"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("aneuron.device")
 WARM_UP_S = 600.0  # of one bucket, its compile included: as long as the lite runtime lets it take
+CLOSE_S = 10.0  # of a runtime that was never started; one whose program hangs never drains
+_COMPILE_LIMIT = "NEURON_LIBTORCH_COMPILATION_TIMEOUT"
 _RING = 2  # outputs of a traced program: a third launch may overwrite the first one's
 # Between launches that are refused though nothing is unread here; then the launch has failed.
 _FULL_WAITS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 _UNKNOWN_BUDGET = 4 * 2**30  # of a runtime that does not tell its memory
+
+
+def warm_up_limit_s() -> float:
+    """Return how long one bucket may take to warm up: as long as its compile may, or 600 s."""
+    asked = os.environ.get(_COMPILE_LIMIT, "").strip()
+    return max(WARM_UP_S, min(float(asked), threading.TIMEOUT_MAX) if asked.isdecimal() else 0.0)
 
 
 class _Unread:
@@ -172,19 +181,20 @@ class NeuronDevice(ThreadDevice):
             self._is_reserved = True
 
     def disconnect(self) -> None:
-        """Give all ranks' cores back of a device that was never started; may block."""
-        for one in reversed(self.ranks):
-            one._drop_raw()  # noqa: SLF001  a sibling
-        self._is_reserved = False
+        """Give all ranks' cores back of a device that was never started; may block.
+
+        At most `CLOSE_S` for each: a runtime that hangs is left behind.
+        """
+        self._close_all(self._taken())
 
     def run_bucket(self, run: Callable[[], T]) -> T:
         """Run one bucket for warm-up; for worker threads.
 
         Raises what it raises, and:
-            DeviceLost: it took longer than any compiler may.
+            DeviceLost: it took longer than `warm_up_limit_s`.
         """
         try:
-            return call_within(run, WARM_UP_S, name=f"aneuron-{self.label}-warm-up")
+            return call_within(run, warm_up_limit_s(), name=f"aneuron-{self.label}-warm-up")
         except TimeoutError as error:
             message = f"device {self.label}: a program that was warmed up hangs: {error}"
             raise DeviceLost(message, device=self.label) from None
@@ -204,13 +214,17 @@ class NeuronDevice(ThreadDevice):
         """Start the threads; see `ThreadDevice.start`."""
         try:
             super().start(loop)
-        except ConfigError:
-            if not self._in_use:  # nobody else's: a loop of virtual time, where nothing may block
-                threading.Thread(target=self.disconnect, name="aneuron-close", daemon=True).start()
+        except BaseException:
+            if not self._in_use:  # else another engine's
+                self._disconnect_apart()
             raise
 
     def close(self) -> DeviceFuture:
         """Let queued work end, then give the cores back; see `Device.close`."""
+        if not self._in_use:  # it never started, as a rank before it did not
+            if self._raw is not None:
+                self._disconnect_apart()
+            return super().close()
         self._raw = None
         closed = super().close()
         self._is_reserved = False
@@ -220,13 +234,40 @@ class NeuronDevice(ThreadDevice):
         if self._in_use:
             raise ConfigError(f"another engine has device {self.label} open", param="device")
 
-    def _drop_raw(self) -> None:
-        raw = self._raw
-        if raw is None or self._in_use:
-            return
-        self._raw = None
+    def _disconnect_apart(self) -> None:
+        """Give the cores back as `disconnect` does, and never block."""
+        taken = self._taken()
         try:
-            raw.close()
+            threading.Thread(
+                target=self._close_all, args=(taken,), name="aneuron-close", daemon=True
+            ).start()
+        except RuntimeError:  # no thread is to be had: the next engine over it takes them as is
+            for one, raw in taken:
+                one._raw = raw  # noqa: SLF001  a sibling
+            self._is_reserved = False
+            _logger.warning("device %s keeps its cores: no thread starts to close it", self.label)
+
+    def _taken(self) -> list[tuple[Self, NxdRaw | NativeRaw]]:
+        """Take the runtimes of all ranks that are not started, for one thread to close."""
+        taken = []
+        with self._reserving:
+            for one in self.ranks:
+                raw = None if one._in_use else one._raw  # noqa: SLF001  a sibling
+                if raw is not None:
+                    one._raw = None  # noqa: SLF001
+                    taken.append((one, raw))
+        return taken
+
+    def _close_all(self, taken: list[tuple[Self, NxdRaw | NativeRaw]]) -> None:
+        for one, raw in reversed(taken):
+            one._close_raw(raw)  # noqa: SLF001  a sibling
+        self._is_reserved = False
+
+    def _close_raw(self, raw: NxdRaw | NativeRaw) -> None:
+        try:
+            call_within(raw.close, CLOSE_S, name=f"aneuron-{self.label}-close")
+        except TimeoutError:
+            _logger.warning("device %s hangs: not closed within %g s", self.label, CLOSE_S)
         except Exception:
             _logger.exception("device %s did not close", self.label)
 

@@ -146,7 +146,11 @@ VARIABLES = {
             _TORCH,
         ),
         Variable(
-            "NEURON_LIBTORCH_COMPILATION_TIMEOUT", "seconds that one graph may take", _LITE, "600"
+            "NEURON_LIBTORCH_COMPILATION_TIMEOUT",
+            "seconds that the compile of one graph may take. aneuron waits as long for a bucket "
+            "that it warms up, and 600 s at the least, before it counts the device as lost",
+            _LITE,
+            "600",
         ),
         Variable(
             "NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "graphs compiled at a time", _LITE, "8"

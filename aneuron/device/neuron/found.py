@@ -41,7 +41,6 @@ _NAMES = {
 _NEEDED = ("torch_xla", "neuronx_distributed")
 _INSTALL = "install the Neuron SDK's packages from AWS's own package index"
 _DRIVER = "look at neuron-ls; the driver is AWS's package aws-neuronx-dkms"
-_FAILURES = (ImportError, OSError, RuntimeError)  # a library that is missing, or does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +121,11 @@ def _generation() -> tuple[Generation | None, dict[str, str]]:
     failures: dict[str, str] = {}
     torch_neuronx = _imported("torch_neuronx", failures)
     if torch_neuronx is not None:  # of NxD, or of TorchNeuron: their packages share the name
-        if _is_torch_neuron():
+        if _is_torch_neuron(failures):
             return "torch_neuron", failures
         if not hasattr(torch_neuronx, "trace"):
-            failures["torch_neuronx"] = "it has no trace, and torch.neuron is not available"
+            why = "it has no trace, and torch.neuron is not available"
+            failures.setdefault("torch_neuronx", why)
         elif None not in [_imported(name, failures) for name in _NEEDED] and _has_classes(failures):
             return "nxd", failures
     if _imported("libtorch_neuronx_lite", failures) is not None:
@@ -139,16 +139,28 @@ def _imported(name: str, failures: dict[str, str]) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:  # it is there, and something that it needs is not
             failures[name] = str(error)
-    except _FAILURES as error:
-        failures[name] = (str(error).strip() or type(error).__name__).split("\n")[0]
+    except Exception as error:  # noqa: BLE001  a package of another version may raise anything
+        failures[name] = _why(error)
     return None
 
 
-def _is_torch_neuron() -> bool:
-    import torch
+def _why(error: Exception) -> str:
+    """Return an error's first line, with its kind where that is not what imports raise."""
+    kind, line = type(error).__name__, str(error).strip().split("\n")[0]
+    if not line:
+        return kind
+    return line if isinstance(error, ImportError | OSError | RuntimeError) else f"{kind}: {line}"
 
-    neuron = getattr(torch, "neuron", None)
-    return neuron is not None and bool(neuron.is_available())
+
+def _is_torch_neuron(failures: dict[str, str]) -> bool:
+    try:
+        import torch
+
+        neuron = getattr(torch, "neuron", None)
+        return neuron is not None and bool(neuron.is_available())
+    except Exception as error:  # noqa: BLE001  likewise
+        failures["torch_neuronx"] = f"torch.neuron.is_available(): {_why(error)}"
+        return False
 
 
 def _has_classes(failures: dict[str, str]) -> bool:
@@ -156,7 +168,7 @@ def _has_classes(failures: dict[str, str]) -> bool:
 
     try:
         return torch.classes.neuron.SPMDModel is not None
-    except (AttributeError, RuntimeError):
+    except Exception:  # noqa: BLE001  likewise
         failures["torch_neuronx"] = "torch.classes.neuron has no SPMDModel: not the runtime of NxD"
         return False
 

@@ -105,16 +105,22 @@ COMPILER_CODES = {
 # As the runtime writes it: "NRT_RESOURCE (4)", "status=4", "nrt status 4", "status_code: 4".
 _TOLD = re.compile(
     r"\bNRT_(?:STATUS_)?(?P<name>[A-Z][A-Z_]*)(?:\s*[=:(]?\s*(?P<number>\d{1,4})\b)?"
-    r"|(?i:(?<!exit[ _])(?<!http )(?<!expected )status(?:[ _]?code)?\s*[=:(]?\s*)"
+    r"|(?i:(?<![a-z])(?<!exit[ _-])(?<!http )(?<!expected )status(?:[ _]?code)?\s*[=:(]?\s*)"
     r"(?P<code>\d{1,4})\b"
 )
 _COMPILER = re.compile(r"\bNCC_[A-Z]+\d+")
+_CORES = re.compile(r"\bneuron[ -]?cores?\b", re.IGNORECASE)
 _BY_NAME = {status.name: code for code, status in STATUSES.items() if code < 1200}
 _BY_NAME["EXEC_HW_ERR"] = 1200
 _LOG = "the compiler's log tells more"
 _UNSPECIFIED = 1
 _BUSY = 1005
 _OUT_OF_MEMORY = 4
+# What is told in words alone; the lite runtime says "execution queue full".
+_WORDS = (
+    (re.compile(r"\bqueue (?:is )?full\b", re.IGNORECASE), QUEUE_FULL),
+    (re.compile(r"\bAllocation Failure\b"), _OUT_OF_MEMORY),
+)
 _NO_PROGRAM = ("ValueError", "KeyError")  # of a router in TorchScript, by its text
 
 
@@ -126,12 +132,12 @@ def status_of(error: BaseException) -> int | None:
     text = str(error)
     if _COMPILER.search(text) is not None:
         return None
-    if "not available" in text and "NeuronCore" in text:
+    if _CORES.search(text) is not None and "not available" in text.lower():
         return _BUSY
     told = [code for match in _TOLD.finditer(text) if (code := _code_of(match)) is not None]
-    if told:
-        return next((code for code in told if code != _UNSPECIFIED), _UNSPECIFIED)
-    return _OUT_OF_MEMORY if "Allocation Failure" in text else None
+    told += [code for words, code in _WORDS if words.search(text) is not None]
+    first = told[0] if told else None
+    return next((code for code in told if code != _UNSPECIFIED), first)
 
 
 def _code_of(match: re.Match[str]) -> int | None:

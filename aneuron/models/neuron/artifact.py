@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from aneuron.models.neuron.program import ProgramShape
 
-__all__ = ["CONFIG_FILE", "Artifact", "write_artifact"]
+__all__ = ["CONFIG_FILE", "MODEL_FILES", "Artifact", "write_artifact"]
 
 CONFIG_FILE = "neuron_config.json"
-_OF_MODEL = (  # of the checkpoint, beside its weights
+MODEL_FILES = (  # of the checkpoint, beside its weights; engines read them
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -82,6 +82,8 @@ class Artifact:
                 "fused_spec_config of this artifact is not supported: speculation",
                 param="fused_spec_config",
             )
+        if ours is not None and not isinstance(ours, dict):
+            raise ConfigError(f"{folder / CONFIG_FILE}: aneuron must be an object", param="model")
         if ours is not None and ours.get("version") != FORMAT_VERSION:
             raise ConfigError(
                 f"{folder} was compiled by another release of aneuron: compile it again",
@@ -199,7 +201,7 @@ def write_artifact(
         named = {f"decoder.{name}": tensor.contiguous() for name, tensor in shard.items()}
         save_file(named, folder / shard_name(rank))
         ranks += 1
-    for name in _OF_MODEL if source is not None else ():
+    for name in MODEL_FILES if source is not None else ():
         assert source is not None
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -292,10 +294,19 @@ def _spec(name: str, shape: ProgramShape, model: dict[str, Any], folder: Path) -
 
 def _kv_bytes_per_token(shape: ProgramShape, model: Mapping[str, Any]) -> int:
     """Return the cache's bytes of a token, over all ranks; of a model not described so, 1."""
-    heads = count_of(model, "num_attention_heads", 1)
-    dim = model.get("head_dim") or count_of(model, "hidden_size", heads) // heads
-    cells = 2 * count_of(model, "num_hidden_layers", 1) * int(dim)
-    return cells * count_of(model, "num_key_value_heads", heads) * DTYPES[shape.dtype].itemsize
+    heads = _count_of_model(model, "num_attention_heads", 1)
+    default = max(1, _count_of_model(model, "hidden_size", heads) // heads)
+    cells = 2 * _count_of_model(model, "num_hidden_layers", 1)
+    cells *= _count_of_model(model, "head_dim", default)
+    cells *= _count_of_model(model, "num_key_value_heads", heads)
+    return cells * DTYPES[shape.dtype].itemsize
+
+
+def _count_of_model(model: Mapping[str, Any], name: str, default: int) -> int:
+    try:
+        return count_of(model, name, default)
+    except ConfigError as error:
+        raise ConfigError(f"the model's config is damaged: {error}", param="model") from error
 
 
 def _shard(file: Path) -> dict[str, torch.Tensor]:

@@ -20,23 +20,20 @@ import torch
 
 from aneuron.device.neuron.status import as_config_error
 from aneuron.errors import ConfigError
-from aneuron.models import decoder as decoder_module
-from aneuron.models import rope as rope_module
 from aneuron.models.architecture import ModelConfig
 from aneuron.models.catalog import resolve
 from aneuron.models.decoder import Decoder
 from aneuron.models.files.cache import MANIFEST, cache_dir, ensure, quiet
 from aneuron.models.files.weight_files import weight_files
-from aneuron.models.neuron import program as program_module
-from aneuron.models.neuron import sampler as sampler_module
-from aneuron.models.neuron.artifact import CONFIG_FILE, Artifact, write_artifact
+from aneuron.models.neuron.artifact import CONFIG_FILE, MODEL_FILES, Artifact, write_artifact
 from aneuron.models.neuron.program import DTYPES, ProgramShape, traced_programs
-from aneuron.models.neuron.settings import FORMAT_VERSION
 from aneuron.models.neuron.sharding import rank_config, shard_state
 from aneuron.models.torch_model import read_json
 from aneuron.models.weights import kv_bytes_per_token, load_decoder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from aneuron.config import EngineConfig
     from aneuron.device import Model
     from aneuron.device.neuron.device import NeuronDevice
@@ -49,8 +46,14 @@ _logger = logging.getLogger("aneuron.models")
 _LEAST_BUCKET = 128  # tokens; NxDI's programs begin there too
 _POOL_BYTES = 4 * 2**30  # of the KV cache of a rank, where nobody says how many blocks
 _SAMPLE_BYTES = 1 << 20
-# Whose code is traced: a change in one of them is another program.
-_TRACED = (decoder_module, rope_module, program_module, sampler_module)
+_PACKAGE = Path(__file__).parents[2]
+# Whose code is traced, or decides what is traced and written: a change in one is another artifact.
+_SOURCES = (
+    "device/neuron/nxd_runtime.py", "models/architecture.py", "models/decoder.py", "models/rope.py",
+    "models/weights.py", "models/neuron/artifact.py", "models/neuron/compiled.py",
+    "models/neuron/program.py", "models/neuron/sampler.py", "models/neuron/settings.py",
+    "models/neuron/sharding.py",
+)  # fmt: skip
 
 
 def load_neuron(
@@ -256,8 +259,7 @@ class _Build:
             "checkpoint": _checkpoint_key(self._found.path),
             "shape": asdict(self._shape),
             "ranks": self._ranks,
-            "format": FORMAT_VERSION,
-            "programs": _program_version(),
+            "sources": _source_digest(),
             "compiler": self._compiler.version,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -268,23 +270,29 @@ def _alone(part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _program_version() -> str:
-    """Return a digest of the code that is traced."""
+def _source_digest() -> str:
+    """Return a digest of the code that an artifact depends on."""
+    return _digest(_PACKAGE, _SOURCES)
+
+
+def _digest(folder: Path, names: Iterable[str]) -> str:
+    """Return a digest of files of a folder, and of which are there."""
     digest = hashlib.sha256()
-    for module in _TRACED:
-        assert module.__file__ is not None
-        digest.update(Path(module.__file__).read_bytes())
+    for name in names:
+        if (folder / name).is_file():
+            content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            digest.update(f"{name} {content}\n".encode())
     return digest.hexdigest()
 
 
 def _checkpoint_key(path: Path) -> str:
     """Return a digest that changes with the checkpoint.
 
-    Of a folder of the cache its manifest has digests of the files. Of another the weights' sizes,
-    times of change and both ends stand for them: to hash them whole would take longer than to load
-    them.
+    It is of all files that go into an artifact. Of a folder of the cache its manifest has digests
+    of the weights. Of another their sizes, times of change and both ends stand for them: to hash
+    them whole would take longer than to load them.
     """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest = hashlib.sha256(_digest(path, MODEL_FILES).encode())
     manifest = path / MANIFEST
     if manifest.is_file():
         files = json.loads(manifest.read_bytes())["files"]
@@ -310,6 +318,7 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
             "a traced program has one number of rows, max_num_seqs: leave num_seqs_buckets out",
             param="num_seqs_buckets",
         )
+    _check_prompts(config)
     for name in ("num_kv_blocks", "kv_cache_bytes"):
         if not config.enable_prefix_caching and getattr(config, name) is not None:
             raise ConfigError(
@@ -326,6 +335,17 @@ def _check(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"block_size {config.block_size} is over the longest context", param="block_size"
         )
+
+
+def _check_prompts(config: EngineConfig) -> None:
+    sizes = {"num_tokens_buckets": min(config.num_tokens_buckets or (2,))}
+    if config.enable_prefix_caching:  # else no prompt is cut
+        sizes["max_num_batched_tokens"] = config.max_num_batched_tokens
+    for name, size in sizes.items():
+        if size < 2:
+            raise ConfigError(
+                f"{name} must be 2 or more: a program of one token is a decode", param=name
+            )
 
 
 def _num_blocks(config: EngineConfig, model: ModelConfig, length: int, dtype: str) -> int:

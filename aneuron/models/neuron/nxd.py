@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from aneuron.device.neuron.status import classify
-from aneuron.errors import ConfigError, DeviceError
+from aneuron.device.neuron.status import classify, status_of
+from aneuron.errors import ConfigError, DeviceError, LaunchFailed
 from aneuron.models.neuron.launches import (
     LAST_TOKEN,
     LaunchWriter,
@@ -66,7 +66,8 @@ class NxdModel:
         """Load an artifact's programs and weights onto a device.
 
         Raises:
-            ConfigError: a file is missing or corrupt, or the device runs no traced programs.
+            ConfigError: a file is missing or corrupt, weights are not those of the programs, or the
+                device runs no traced programs.
             DeviceError: the runtime refuses.
         """
         return cls(artifact, device, _load(artifact, device))
@@ -297,12 +298,26 @@ def _load(artifact: Artifact, device: NeuronDevice) -> NxdRaw:
     raw = cast("NxdRaw", device.raw)
     try:
         raw.load(artifact.folder)
-        raw.initialize(weights, artifact.start_rank)
     except Exception as error:
-        raise classify(error, device.label) from error
+        if status_of(error) is not None or isinstance(error, MemoryError):
+            raise classify(error, device.label) from error
+        what = f"cannot read {artifact.folder / 'model.pt'}"  # no core has been asked yet
+        raise _damaged(what, error) from error
     if raw.ranks != artifact.ranks:
         raise ConfigError(
             f"the programs span {raw.ranks} cores, neuron_config.json says {artifact.ranks}",
             param="tp_degree",
         )
+    try:
+        raw.initialize(weights, artifact.start_rank)
+    except Exception as error:
+        told = classify(error, device.label)
+        if isinstance(told, LaunchFailed) and status_of(error) is None:  # the arguments are wrong
+            what = f"the weights in {artifact.folder} are not those of its programs"
+            raise _damaged(what, error) from error
+        raise told from error
     return raw
+
+
+def _damaged(what: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{what}: {type(error).__name__}: {error}", param="model")

@@ -29,7 +29,6 @@ Settings = dict[str, Any]
 _OFF = {
     "speculation_length": "speculation",
     "medusa_speculation_length": "speculation",
-    "spec_batch_size": "speculation",
     "enable_fused_speculation": "speculation",
     "enable_eagle_speculation": "speculation",
     "enable_eagle_draft_input_norm": "speculation",
@@ -189,7 +188,7 @@ def _sampling(settings: Settings) -> Any:
 
 
 def _dtype(settings: Settings) -> str:
-    name = str(settings.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = str(settings.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(
             f"torch_dtype must be one of {', '.join(DTYPES)}, not {name!r}", param="torch_dtype"

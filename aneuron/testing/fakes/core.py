@@ -33,6 +33,7 @@ class FakeCore:
         queue_depth: launches that it takes before it refuses one.
         holds_unread: a launch keeps its place in the queue until its entry is released, not only
             until its program has ended.
+        tells_in_words: every other refusal says without a status code that the queue is full.
         name: of the thread.
         rank: whose faults it takes; None takes all.
         watch: where violations go.
@@ -54,6 +55,7 @@ class FakeCore:
         true_async: bool = True,
         queue_depth: int = 8,
         holds_unread: bool = True,
+        tells_in_words: bool = False,
         name: str = "fake-core",
         rank: int | None = None,
         watch: Watch | None = None,
@@ -64,6 +66,7 @@ class FakeCore:
         self.true_async = true_async
         self.queue_depth = queue_depth
         self.holds_unread = holds_unread
+        self.tells_in_words = tells_in_words
         self.watch = watch or Watch()
         self.is_lost = False
         self.num_launches = self.num_reads = self.num_queue_full = 0
@@ -114,7 +117,7 @@ class FakeCore:
 
         Raises:
             Violation: on a thread with an event loop, in a forked process, or after close.
-            RuntimeError: status 7, the queue is full.
+            RuntimeError: the queue is full: status 7, or words.
         """
         self.watch.check_caller("a launch")
         with self._changed:
@@ -163,15 +166,15 @@ class FakeCore:
     def close(self) -> None:
         """Run what is queued, and end the thread; again is no error.
 
-        A program that hangs is let go. Whatever nobody waited for is a violation, except for
-        launches that failed.
+        It waits for a program that hangs, until `let_go`; what is behind that fails. Whatever
+        nobody waited for is a violation, except for launches that failed.
 
         Raises:
             Violation: there were such launches; the core is closed all the same.
         """
         self.watch.check_caller("a close")
         with self._changed:
-            self._is_closed, self._is_held, self._is_let_go = True, False, True
+            self._is_closed, self._is_held = True, False
             left = [entry for entry in self._unresolved if entry.is_owed]
             self._changed.notify_all()
         if self._thread is not None:
@@ -195,6 +198,8 @@ class FakeCore:
         num_queued = sum(entry.is_in_queue for entry in self._queue)
         if num_queued >= self.queue_depth or (fault is not None and fault.status == QUEUE_FULL):
             self.num_queue_full += 1
+            if self.tells_in_words and self.num_queue_full % 2 == 0:
+                raise RuntimeError("execution queue full")
             raise nrt_error(QUEUE_FULL, f"{num_queued} launches in the queue")
         return fault
 

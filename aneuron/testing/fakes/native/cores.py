@@ -168,7 +168,7 @@ class NativeCore:
         """Submit it.
 
         Raises:
-            RuntimeError: status 7, the queue is full.
+            RuntimeError: the queue is full.
         """
         self._queued = [one for one in self._queued if not one.release_if_dropped()]
         launch.sources = list(self._copies)
@@ -251,6 +251,7 @@ class NativeCores:
             name=f"fake-neuron-{index}",
             rank=rank,
             watch=self.watch,
+            tells_in_words=True,  # as the lite runtime does
             **self._options,
         )
         claim_cores([index], core)

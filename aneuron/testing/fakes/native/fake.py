@@ -228,6 +228,8 @@ class FakeNative:
     def close(self) -> None:
         """Run what is queued, and give the core back to this process.
 
+        A program that hangs keeps it waiting, until `core.let_go`.
+
         Raises:
             Violation: nobody waited for a launch; the core is closed all the same.
         """

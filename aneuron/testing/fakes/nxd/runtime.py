@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -316,7 +317,10 @@ class FakeNxd:
         latency_s = times.prefill(tokens) if flight.tag == PREFILL else times.decode(rows)
         if not bucket.is_loaded:
             latency_s += times.load_s
-        flight.entry = self.core.submit(run, latency_s=latency_s)
+        # Arguments are the caller's to keep until somebody has waited for the launch.
+        memory = [getattr(arg, "output", arg) for args in by_rank for arg in args]
+        keepalive = [weakref.ref(one) for one in memory]
+        flight.entry = self.core.submit(run, latency_s=latency_s, keepalive=keepalive)
         self.num_cold += not bucket.is_loaded
         bucket.is_loaded = True
 
@@ -345,8 +349,8 @@ class _Source:
         if isinstance(arg, FakeTensor):  # the memory itself is its caller's to keep
             self.flight, self._at = arg.output.flight, (arg.output.rank, arg.output.index)
         else:
-            self._host: torch.Tensor = arg
-            self._before = arg.clone()
+            self._host = weakref.ref(arg)
+            self._before: torch.Tensor = arg.clone()
 
     def value(self) -> torch.Tensor:
         """Return it as the program sees it; first in, first out, what it is fed has ended.
@@ -355,7 +359,8 @@ class _Source:
             RuntimeError: what it is fed has failed.
         """
         if self.flight is None:
-            return self._host
+            host = self._host()
+            return self._before if host is None else host  # the core tells that it was dropped
         rank, index = self._at
         outputs = cast("Entry", self.flight.entry).value
         value: torch.Tensor = outputs[rank][index].reshape(self._shape)
