@@ -89,6 +89,7 @@ Decision = HostIds | Feed | FromSlots | Remap | Mismatch
 class Carry(Protocol):
     """What the step coroutine asks a carry, in this order."""
 
+    name: str  # as `token_carry` has it
     counts_steps: bool  # whether async and fallback steps are told apart
     tokens_on_device: bool  # whether decodes read last tokens from slots on the device
     reads_all_ranks: bool  # whether every rank needs every token on its host
@@ -103,6 +104,7 @@ class Carry(Protocol):
 class HostCarry:
     """The synchronous baseline: at depth 1 every token is on the host already."""
 
+    name = "host"
     counts_steps = False
     tokens_on_device = False
     reads_all_ranks = True
@@ -122,6 +124,7 @@ class HandoffCarry:
     Works with every executable that returns `sampled_token_ids` and takes `input_ids`.
     """
 
+    name = "handoff"
     counts_steps = True
     tokens_on_device = False
     reads_all_ranks = False
@@ -171,6 +174,7 @@ class ResidentCarry:
     matter which rows ran in the step before: no change of the batch breaks the flow.
     """
 
+    name = "resident"
     counts_steps = True
     tokens_on_device = True
     reads_all_ranks = False

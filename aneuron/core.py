@@ -88,6 +88,7 @@ class EngineCore:
         self._progressed_s: float | None = None  # None: idle
         self._deadline_s: float | None = None
         self._has_device = False
+        self._label = ""  # of an engine that has said it is open
         self._device_closed: list[DeviceFuture] = []  # they resolve at its threads' ends
 
     @classmethod
@@ -143,6 +144,17 @@ class EngineCore:
             async with asyncio.timeout_at(self._stop_deadline()):
                 for closed in self._device_closed:
                     await closed
+        if self._label:
+            counts = self.runner.stats.steps, self.intake.num_generated
+            _logger.info("%s is closed: %d steps, %d tokens", self._label, *counts)
+
+    def log_open(self, label: str, spec: ModelSpec, took_s: float) -> None:
+        """Write down what has been opened."""
+        self._label, kv, carry = label, self.scheduler.kv, self.runner.stats.carry
+        _logger.info(
+            "%s is open after %.2f s: %s, token carry %s, %d KV blocks of %d tokens",
+            label, took_s, spec.dtype, carry, kv.num_blocks, kv.block_size,
+        )  # fmt: skip
 
     def let_go(self) -> None:
         """Close the device if this core has it open: once, and no other engine's."""

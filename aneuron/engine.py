@@ -11,6 +11,7 @@ import asyncio
 from enum import Enum, auto
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from aneuron.config import EngineConfig, EngineOptions
@@ -138,6 +139,7 @@ class Engine(AsyncEntered):
         if self._state not in (_State.NEW, _State.CLOSED):
             raise RuntimeError(f"{self!r} cannot be opened again before it is closed")
         self._state, self._opening = _State.OPENING, (opening := object())
+        begun_s = monotonic()
         try:
             loaded = await run_apart(self._load, name="aneuron-load", discard=Loaded.discard)
             try:
@@ -155,6 +157,7 @@ class Engine(AsyncEntered):
                     self._supervisor.cancel()
             raise
         self._state = _State.OPEN
+        self._core.log_open(self._label, self.spec, monotonic() - begun_s)
         return self
 
     def _check_opening(self, opening: object) -> None:

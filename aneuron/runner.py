@@ -40,6 +40,7 @@ _logger = logging.getLogger("aneuron.flow")
 class FlowStats:
     """What became of each step launched; breaks with how often and how long."""
 
+    carry: str  # how tokens travel from step to step
     steps: int = 0
     decode_steps: int = 0
     async_steps: int = 0
@@ -113,7 +114,7 @@ class ModelRunner:
         self._is_read = is_output_rank or carry.reads_all_ranks
         self.last_break: Break | None = None  # of the step launched last
         self._clock: Callable[[], float] = monotonic
-        self.stats = FlowStats()
+        self.stats = FlowStats(carry.name)
         self.async_execution_buffer = AsyncExecutionBuffer()
         # The future is the forward part's, or None, of a launch whose sampling waits.
         self._executed: tuple[SchedulerOutput, Launch, DeviceFuture | None] | None = None

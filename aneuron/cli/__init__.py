@@ -13,19 +13,21 @@ from cyclopts import App, CycloptsError
 
 from aneuron import __version__
 from aneuron.cli import chat, run
-from aneuron.cli.terminal import call
+from aneuron.cli.terminal import call, stdout_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["app", "main"]
 
+_REAL = "a built-in name (smollm2-135m), a directory, a .gguf file"
+
 app = App(
     name="aneuron",
     help="Run language models on the asyncio-native inference engine.",
     version=__version__,
-    help_epilogue="A MODEL is a built-in name (smollm2-135m), a directory, a .gguf file, a "
-    "Hugging Face id (org/name) or a simulated model (sim:count).",
+    help_epilogue=f"A MODEL is {_REAL}, a Hugging Face id (org/name) or a simulated model "
+    "(sim:count).",
 )
 app.command(run.run)
 app.command(chat.chat)
@@ -39,6 +41,7 @@ app.command(
     "aneuron.cli.compile:compile_model",
     name="compile",
     help="Compile a model's steps for this processor, ahead of the first answer.",
+    help_epilogue=f"A MODEL is {_REAL} or a Hugging Face id (org/name).",  # none that is simulated
 )
 app.command(
     "aneuron.cli.serve:serve",
@@ -81,4 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(arguments, exit_on_error=False)
     except CycloptsError:  # it is printed
         return 2
+    if "console" in bound.arguments:  # of help and version, which have one of cyclopts' own
+        bound.arguments["console"] = stdout_console(highlight=True)
     return call(command, *bound.args, **bound.kwargs)

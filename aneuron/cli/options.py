@@ -56,7 +56,8 @@ class EngineSettings:
         enable_prefix_caching: Share the KV cache of prompts that begin alike.
         max_num_batched_tokens: Most prompt tokens in one step; longer prompts are cut.
         interleaved_prefill_tokens: The same between steps of many that decode; as the device says.
-        num_kv_blocks: Blocks of 16 tokens in the KV cache; by default, as memory allows.
+        block_size: Tokens in one block of the KV cache; compiled steps need a multiple of 16.
+        num_kv_blocks: Blocks in the KV cache; by default, as memory allows.
         tensor_parallel_size: NeuronCores that each traced program spans.
     """
 
@@ -73,7 +74,8 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 512
     interleaved_prefill_tokens: int | None = None
-    num_kv_blocks: int | None = None
+    block_size: int = 16
+    num_kv_blocks: Annotated[int | None, Parameter(alias="--num-gpu-blocks-override")] = None
     tensor_parallel_size: int = 1
 
 

@@ -22,7 +22,7 @@ from cyclopts import Group, Parameter
 
 from aneuron.cli.loading import opened
 from aneuron.cli.options import EngineSettings, Flag
-from aneuron.cli.terminal import INTERRUPTED, note
+from aneuron.cli.terminal import INTERRUPTED, missing_extra, note
 from aneuron.cli.ticker import StatsSettings
 from aneuron.errors import ConfigError
 
@@ -38,6 +38,7 @@ _GC_THRESHOLDS = 20_000, 20, 20  # objects, and collections of younger ones
 _KEY_VARIABLE = "ANEURON_API_KEY"
 _EXTRA = ("msgspec", "starlette", "uvicorn")
 _MOST_FILES = 65_536
+_LAST_PORT = 65_535
 _FLAGS = {
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
@@ -78,7 +79,9 @@ class ServerSettings:
     uds: str | None = None
     api_key: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     served_model_name: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    cors_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    cors_origin: Annotated[
+        tuple[str, ...], Parameter(alias="--allowed-origins", json_list=True, negative="")
+    ] = ()
     chat_template: Path | None = None
     tool_call_parser: str = "auto"
     reasoning_field: str = "reasoning"
@@ -199,9 +202,7 @@ def _check_extra() -> None:
     except ImportError as fault:
         if str(fault.name).partition(".")[0] not in _EXTRA:
             raise  # our own bug
-        raise ConfigError(
-            f'serve needs more packages: pip install "aneuron[serve]" ({fault})'
-        ) from fault
+        raise missing_extra("serve", "serve", fault) from fault
 
 
 def _config(model: str, server: ServerSettings) -> ServerConfig:
@@ -210,6 +211,8 @@ def _config(model: str, server: ServerSettings) -> ServerConfig:
 
     tool_parser = None if server.tool_call_parser == "none" else server.tool_call_parser
     template_name(tool_parser, None)  # a wrong one is told before the model is loaded
+    if server.uds is None and not 0 <= server.port <= _LAST_PORT:
+        raise ConfigError(f"--port must be from 0 to {_LAST_PORT}, not {server.port}")
     if server.max_connections < 1:
         raise ConfigError("--max-connections must be 1 or more")
     return ServerConfig(

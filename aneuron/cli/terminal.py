@@ -1,4 +1,4 @@
-"""Between a command and its process: the event loop, messages, the status.
+"""Between a command and its process: the event loop, messages, files to write, the status.
 
 Comes in: a command's function and arguments. Goes out: the status that the process exits
 with; what went wrong is said on stderr, in the words of the command line.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.options import FLAGS
@@ -21,9 +23,22 @@ from aneuron.errors import AneuronError, ConfigError, InternalError, RequestErro
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["INTERRUPTED", "call", "describe", "note", "show_json", "telling"]
+    from rich.console import Console
+
+__all__ = [
+    "INTERRUPTED",
+    "call",
+    "check_writable",
+    "describe",
+    "missing_extra",
+    "note",
+    "show_json",
+    "stdout_console",
+    "telling",
+]
 
 _EVERY_S = 3.0
+_UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EDQUOT}
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 # A setting in a message: `max_tokens`, or as Python spells it, `async_scheduling=False`.
 _SETTING = re.compile(rf"\b({'|'.join(n for n in FLAGS if '_' in n)})\b(=True|=False|=)?")
@@ -47,6 +62,12 @@ def call(command: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     except BrokenPipeError:  # the reader (`| head -1`) has what it wanted
         _drop_output()
         return 0
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise  # our own bug
+        _drop_output()
+        note(f"error: cannot write the output: {error.strerror}")
+        return 1
     return result if isinstance(result, int) else 0
 
 
@@ -68,6 +89,45 @@ def _drop_output() -> None:
 def note(text: str, *, end: str = "\n") -> None:
     """Say something that is not part of an answer."""
     print(text, end=end, file=sys.stderr, flush=True)
+
+
+def stdout_console(*, highlight: bool = False) -> Console:
+    """Return what draws tables and help on stdout; a reader that leaves is told as by `print`.
+
+    Args:
+        highlight: colour numbers and names in texts that have no style.
+    """
+    from rich.console import Console
+
+    class StdoutConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with 1
+            raise BrokenPipeError
+
+    return StdoutConsole(highlight=highlight)
+
+
+def check_writable(path: Path) -> None:
+    """Find out whether a file can be written, and leave it as it is.
+
+    To be called before what goes into it is measured.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        file = Path(os.path.realpath(path))  # where a link points to
+        is_new = not file.exists()
+        if is_new or not (file.is_fifo() or file.is_char_device()):  # a pipe may block
+            file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def missing_extra(what: str, extra: str, fault: ImportError) -> ConfigError:
+    """Return the error for a command, or an option, whose packages are not all installed."""
+    return ConfigError(f'{what} needs more packages: pip install "aneuron[{extra}]" ({fault})')
 
 
 def show_json(result: dict[str, Any]) -> None:

@@ -35,8 +35,8 @@ class StatsSettings:
     """What is told of the engine.
 
     Attributes:
-        stats: Say on stderr what the engine does, each second; one that ends, at the end how
-            fast it was.
+        stats: Say on stderr what the engine does, each second; `run` adds at its end how fast
+            it was.
         stats_interval: Seconds between those lines; says them also where stderr is no terminal.
     """
 

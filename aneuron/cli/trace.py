@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from aneuron.cli.loading import opened
 from aneuron.cli.options import EngineSettings, Flag, JsonFlag, SeveralSampling
 from aneuron.cli.run import read_prompt, submit
-from aneuron.cli.terminal import note, show_json
-from aneuron.cli.writing import check_writable
+from aneuron.cli.terminal import check_writable, note, show_json
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,8 +79,11 @@ async def trace(
     except BaseException:
         # Steps that failed, and an answer that Ctrl-C cut short, are worth a look, too.
         if timeline is not None and timeline.steps:
-            for problem in await asyncio.to_thread(_write, timeline, out, svg, last):
+            problems = await asyncio.to_thread(_write, timeline, out, svg, last)
+            for problem in problems:
                 note(problem)  # what went wrong first is what the status tells
+            if not (quiet or as_json):
+                _tell_written(out, svg, problems)
         raise
     problems = await asyncio.to_thread(_write, timeline, out, svg, last)
     if as_json:

@@ -2,7 +2,8 @@
 
 A device runs executables in order and gives `DeviceFuture`s. What an executable computes is
 the models' business (`aneuron.models`); where, when and on which thread is the device's.
-One file, or package, per kind: `sim`, `cpu`, `neuron`; `profiles` says how long real devices take.
+One file, or package, per kind: `sim`, `cpu`, `neuron`; `profiles` says how long real devices take,
+`limits` what a process may use of its machine.
 """
 
 from __future__ import annotations

@@ -6,12 +6,10 @@ the loop schedules the next step meanwhile, and on more cores than one nothing w
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
+from aneuron.device import limits
 from aneuron.device.thread import Job, ThreadDevice
 from aneuron.errors import DeviceError, DeviceLost, LaunchFailed, OutOfMemory
 
@@ -22,11 +20,6 @@ __all__ = ["CpuDevice"]
 
 _KV_SHARE = 4  # the KV pool may take this part of the memory
 _FALLBACK_BYTES = 4 * 2**30
-# Of a container, version 2 and 1; without a limit, no number or a huge one.
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 class CpuDevice(ThreadDevice):
@@ -39,7 +32,8 @@ class CpuDevice(ThreadDevice):
 
         The pool's pages are committed as they are first written, not when it is made.
         """
-        return _total_memory() // _KV_SHARE
+        memory = limits.memory()
+        return (memory.limit or memory.total or _FALLBACK_BYTES) // _KV_SHARE
 
     def _sibling(self, rank: int, num_ranks: int) -> Self:
         return type(self)(rank=rank)
@@ -77,16 +71,3 @@ class CpuDevice(ThreadDevice):
         if isinstance(error, ValueError | TypeError):
             return LaunchFailed(text, device=self.label)
         return DeviceLost(text, device=self.label)
-
-
-def _total_memory() -> int:
-    """Return bytes of memory: the machine's, or the container's limit if that is less."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return _FALLBACK_BYTES
-    for path in _CGROUP_LIMITS:
-        with suppress(OSError):
-            limit = path.read_text().strip()
-            total = min(total, int(limit)) if limit.isdecimal() else total
-    return total

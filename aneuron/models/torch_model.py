@@ -6,9 +6,7 @@ natively where that library is compiled, and eagerly until it is, or for ever (`
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from aneuron.device import limits
 from aneuron.errors import ConfigError, OutOfMemory
 from aneuron.models.architecture import ModelConfig
 from aneuron.models.executables import TorchExecutable, bucket_name
@@ -225,13 +224,10 @@ class TorchModel:
 
 def default_threads() -> int:
     """Return how many threads compute: torch's number, or as many as this process may run."""
-    allowed = [torch.get_num_threads()]
-    if hasattr(os, "sched_getaffinity"):
-        allowed.append(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError, ValueError):  # a container's share, if it has one
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("utf-8").split()
-        allowed.append(max(1, int(quota) // int(period)))
-    return min(allowed)
+    quota = limits.core_quota()  # a container's share, if it has one
+    share = None if quota is None else max(1, int(quota))
+    allowed = (torch.get_num_threads(), limits.usable_cores(), share)
+    return min(one for one in allowed if one is not None)
 
 
 def as_torch_dtype(dtype: str) -> torch.dtype:

@@ -8,6 +8,7 @@ written is measured (docs/log.md): operands of one shape and dtype, int64 as ind
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler"]
 
+_logger = logging.getLogger("aneuron.scheduler")
 _NO_SLOTS = np.zeros(0, np.int64)
 _BlockUpdates = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots, columns, blocks
 _NO_UPDATES: _BlockUpdates = _NO_SLOTS, _NO_SLOTS, _NO_SLOTS
@@ -334,6 +336,10 @@ class Scheduler:
         """Take slots and blocks away; with a choice that sleeps, from all that wait with it."""
         self.num_preemptions += 1
         request = self._admission.leader_of.get(request.slot, request)
+        _logger.debug(
+            "request %d (%s) is preempted; %d of %d KV blocks are free",
+            request.request_id, request.name, self.kv.num_free, self.kv.num_blocks,
+        )  # fmt: skip
         for one in (request, *request.unforked):
             one.state = RequestState.PREEMPTED
             self._leave(one.slot)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from inspect import cleandoc
 from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli import app
@@ -66,7 +66,7 @@ def _section(words: str, command: App) -> str:
     places = [one for one in arguments if not one.names[0].startswith("-")]
     options = [one for one in arguments if one.names[0].startswith("-")]
     usage = " ".join([words, *map(_place, places), *(["[OPTIONS]"] if options else [])])
-    about = dedent(_ARGS.split(command.help or "", maxsplit=1)[0]).strip()
+    about = cleandoc(_ARGS.split(command.help or "", maxsplit=1)[0])
     return f"\n## {words}\n\n{about}\n\n```text\n{usage}\n```\n{_table(places)}{_table(options)}"
 
 

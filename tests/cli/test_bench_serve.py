@@ -869,11 +869,26 @@ async def test_failures_after_the_warm_up_are_told(capsys: pytest.CaptureFixture
     assert "2 runs: medians" in out
 
 
+@pytest.mark.parametrize(("num_failed", "status"), [(0, 0), (6, 0), (7, 1), (12, 1)])
+def test_a_server_that_fails_most_requests_is_no_success(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch, num_failed: int, status: int
+) -> None:
+    def failing(*given: Any, **options: Any) -> dict[str, Any]:
+        told = figures(*given, **options)
+        return told | {"failed": num_failed, "completed": 12 - num_failed}
+
+    monkeypatch.setattr("aneuron.cli.bench.server.report.figures", failing)
+    result = aneuron("bench", "serve", "--floor", *SMALL, "--json")
+    assert json.loads(result.out)["failed"] == num_failed
+    said = f"error: {num_failed} of 12 requests failed\n" if status else ""
+    assert (result.status, result.err) == (status, said)
+
+
 def test_what_it_needs_may_be_missing(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = aneuron("bench", "serve", "--floor")
     assert result.status == 2
-    assert "aneuron[serve]" in result.err
+    assert 'bench serve needs more packages: pip install "aneuron[serve]" (' in result.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Every `aneuron` command that README and docs show is one that the command line takes."""
+"""Every `aneuron` command that README and docs show is one that the command line takes.
+
+Those in blocks, and of README's table of figures those that made them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from aneuron.cli import app
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(?:sh|console|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# The last cell of a row; before it, what the command measured.
+IN_A_TABLE = re.compile(r"^\|.*\| `(aneuron [^`]+)` \|$", re.MULTILINE)
 VARIABLES = re.compile(r"^(\w+=\S+\s+)*")
 
 
@@ -28,7 +33,9 @@ def commands_of(page: Path) -> list[str]:
     return [line for line in plain if line.startswith("aneuron ") and "..." not in line]
 
 
+FIGURES = IN_A_TABLE.findall(PAGES[0].read_text("utf-8"))
 FOUND = [(page.name, one) for page in PAGES if page.name != "cli.md" for one in commands_of(page)]
+FOUND += [("README.md", one) for one in FIGURES]
 
 
 @pytest.mark.parametrize(("page", "command"), FOUND)
@@ -39,4 +46,5 @@ def test_it_is_taken(page: str, command: str) -> None:
 
 def test_they_are_found() -> None:
     assert len(FOUND) > 40
+    assert len(FIGURES) >= 7
     assert {"README.md", "serving.md", "benchmarks.md"} <= {page for page, _ in FOUND}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aneuron.cli.doctor import facts as facts_module
-from aneuron.cli.doctor import limits
 from aneuron.cli.doctor.checks import Check, diagnose
 from aneuron.cli.doctor.facts import EXTRAS, Facts, Probe, gather
+from aneuron.device import limits
 from aneuron.device.neuron.found import Found
 from aneuron.models.native import build
 
@@ -267,66 +267,6 @@ def test_the_simulated_device_works_anywhere() -> None:
     broken = replace(GOOD, versions={}, python=(3, 8, 0), torch=Probe(error="x"), cpu_flags=None)
     (told,) = (one for one in diagnose(broken) if one.name == "device sim")
     assert told.status == "ok"
-
-
-# ── limits ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_cpuinfo_is_read() -> None:
-    text = "processor\t: 0\nmodel name\t: One\nflags\t\t: fpu avx2\n\nmodel name : Two\nflags : x\n"
-    assert limits.parse_cpuinfo(text) == limits.Processor("One", frozenset({"fpu", "avx2"}))
-    arm = limits.parse_cpuinfo("Features\t: fp asimd bf16\n")
-    assert arm == limits.Processor(None, frozenset({"fp", "asimd", "bf16"}))
-    assert limits.parse_cpuinfo("") == limits.Processor()
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [("200000 100000", 2.0), ("max 100000", None), ("-1 100000", None), ("", None), ("1 0", None)],
-)
-def test_quotas_are_read(text: str, cores: float | None) -> None:
-    assert limits.parse_quota(text) == cores
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [("1000\n", 1000), ("max", None), ("9223372036854771712", None), (None, None), ("", None)],
-)
-def test_limits_are_read(text: str | None, limit: int | None) -> None:
-    assert limits.parse_limit(text) == limit
-
-
-def test_meminfo_is_read() -> None:
-    text = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\nHugePages_Total: 0\n"
-    assert limits.parse_meminfo(text) == (2048 * 1024, 1024 * 1024)
-    assert limits.parse_meminfo("nonsense") == (None, None)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_both_versions_of_control_groups(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: int
-) -> None:
-    names = {
-        1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "cpu/cpu.cfs_quota_us"),
-        2: ("memory.max", "memory.current", "cpu.max"),
-    }[version]
-    for folder in ("memory", "cpu"):
-        (tmp_path / folder).mkdir()
-    for name, text in zip(names, ("1000000", "400000", "150000"), strict=True):
-        (tmp_path / name).write_text(
-            text if version == 1 or "cpu" not in name else f"{text} 100000"
-        )
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
-    assert limits.core_quota() == 1.5
-    told = limits.memory()
-    assert (told.limit, told.free) == (1_000_000, 600_000)
-
-
-def test_no_control_groups_are_no_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
-    assert limits.core_quota() is None
-    assert limits.memory().limit is None
 
 
 # ── this machine ────────────────────────────────────────────────────────────────────────

@@ -60,7 +60,8 @@ VLLM = {
     "--tool-call-parser", "--dtype", "--quantization", "--kv-cache-dtype", "--enforce-eager",
     "--max-model-len", "--revision", "--async-scheduling", "--no-async-scheduling",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-num-batched-tokens",
-    "--max-num-seqs", "--scheduling-policy",
+    "--max-num-seqs", "--scheduling-policy", "--block-size", "--num-gpu-blocks-override",
+    "--allowed-origins",
 }  # fmt: skip
 
 
@@ -75,6 +76,13 @@ def test_options_have_vllm_s_names() -> None:
 def test_engine_options_are_those_of_the_engine(settings: type[Any]) -> None:
     known = set(inspect.signature(EngineConfig).parameters) | {"device", "revision"}
     assert {one.name for one in fields(settings)} <= known
+
+
+def test_help_names_the_models_that_a_command_takes(aneuron: Command) -> None:
+    for command, is_simulated in (("run", True), ("serve", True), ("compile", False)):
+        text = " ".join(aneuron(command, "--help").out.split())
+        assert "Hugging Face id (org/name)" in text
+        assert text.endswith("or a simulated model (sim:count).") is is_simulated
 
 
 # ── what is said to somebody who is wrong ───────────────────────────────────────────────

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -360,18 +361,31 @@ def test_help_is_fast() -> None:
     pytest.fail(f"aneuron --help takes {min(times):.2f} s")
 
 
-@pytest.mark.parametrize("level", ["debug", "WARNING"])
-def test_log_level_comes_from_the_environment(process: Any, level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "names"), [("debug", {"core"}), ("INFO", {"core"}), ("WARNING", set()), ("", set())]
+)
+def test_log_level_comes_from_the_environment(process: Any, level: str, names: set[str]) -> None:
     with process("run", "sim:script", "x", env=os.environ | {"ANEURON_LOG": level}) as child:
-        out, _ = child.communicate()
+        out, err = child.communicate()
     assert (child.returncode, out) == (0, b"Hello!\n")
+    assert set(re.findall(r" INFO aneuron\.(\w+): ", err.decode())) == names
+    assert bool(err) is bool(names)
+
+
+def test_preemptions_are_logged(process: Any) -> None:
+    arguments = ("run", "sim:count", "a" * 16, "--num-kv-blocks=6", "--n=3", "--max-tokens=40")
+    with process(*arguments, "--json", env=os.environ | {"ANEURON_LOG": "debug"}) as child:
+        out, err = child.communicate()
+    told = re.findall(r"DEBUG aneuron\.scheduler: request \d+ \(.+\) is preempted; ", err.decode())
+    assert len(told) == json.loads(out)["stats"]["preemptions"] > 0
 
 
 def test_a_wrong_log_level_is_an_error(process: Any) -> None:
     with process("run", "sim:script", "x", env=os.environ | {"ANEURON_LOG": "loud"}) as child:
         out, err = child.communicate()
     assert (child.returncode, out) == (2, b"")
-    assert err.startswith(b"error: ANEURON_LOG must be one of")
+    said = "error: ANEURON_LOG must be one of debug, info, warning, error, not 'loud'\n"
+    assert err.decode() == said
 
 
 @needs_posix

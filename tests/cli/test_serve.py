@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import re
 import select
@@ -24,6 +25,7 @@ from aneuron.server.config import ServerConfig
 from aneuron.server.http.addresses import bind, forget
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.cli.conftest import Command
@@ -205,6 +207,7 @@ def test_a_port_in_use_costs_no_model(aneuron: Command, monkeypatch: pytest.Monk
         (["--reasoning-field=x"], "error: --reasoning-field must be"),
         (["--max-body-bytes=0"], "error: --max-body-bytes must be"),
         (["--max-connections=0"], "error: --max-connections must be"),
+        (["--block-size=0"], "error: --block-size must be"),
         (["--max-num-seqs=0"], "error: --max-num-seqs must be"),
         (["--max-waiting=-1"], "error: --max-waiting must be"),
         (["--max-model-len=0"], "error: --max-model-len must be"),
@@ -219,6 +222,13 @@ def test_wrong_settings(aneuron: Command, options: list[str], said: str) -> None
     result = aneuron("serve", "sim:count", "--port=0", *options)
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith(said)
+
+
+@pytest.mark.parametrize("port", [99999, -1])
+def test_a_port_that_is_none_is_named(aneuron: Command, port: int) -> None:
+    result = aneuron("serve", "sim:count", f"--port={port}")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == f"error: --port must be from 0 to 65535, not {port}\n"
 
 
 def test_a_template_needs_a_tokenizer_that_takes_one(aneuron: Command, tmp_path: Path) -> None:
@@ -249,8 +259,9 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(command, "import_module", without)
     result = aneuron("serve", "sim:count")
     assert result.status == 2
-    assert 'pip install "aneuron[serve]"' in result.err
-    assert package in result.err
+    missing = f"No module named {package!r}"
+    advice = f'serve needs more packages: pip install "aneuron[serve]" ({missing})'
+    assert result.err == f"error: {advice}\n"
 
 
 def test_another_import_error_is_ours(aneuron: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,3 +338,75 @@ def test_what_stays_is_not_collected_again() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+# ── what it does before it serves ───────────────────────────────────────────────────────
+
+
+@pytest.fixture(name="process_settings")
+def process_settings_fixture() -> Iterator[None]:
+    """Undo what a server does to its process."""
+    thresholds, logger = gc.get_threshold(), logging.getLogger("uvicorn.error")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@needs_posix
+@pytest.mark.usefixtures("process_settings")
+def test_a_server_settles_before_the_first_request(
+    aneuron: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    told: dict[str, Any] = {}
+
+    async def serve(_: Any, **given: Any) -> bool:
+        told["max_connections"] = given["limits"].max_connections
+        told["gc"] = gc.get_threshold()
+        told["uvicorn"] = logging.getLogger("uvicorn.error").level
+        return True
+
+    monkeypatch.delenv("ANEURON_API_KEY", raising=False)
+    monkeypatch.setattr("aneuron.server.http.serving.serve", serve)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.update(files=limits))
+    result = aneuron("serve", "sim:count", "--port=0", "--host=0.0.0.0", "--max-connections=7")
+    assert (result.status, result.out) == (0, "")
+    assert result.err.startswith("warning: whoever reaches 0.0.0.0 may use this server")
+    assert told == {
+        "max_connections": 7,
+        "gc": command._GC_THRESHOLDS,
+        "uvicorn": logging.CRITICAL,
+        "files": (4096, 4096),
+    }
+
+
+@needs_posix
+@pytest.mark.usefixtures("process_settings")
+@pytest.mark.parametrize(
+    ("options", "origins", "blocks"),
+    [
+        (["--cors-origin=a", "--cors-origin=b", "--num-kv-blocks=64"], ("a", "b"), 64),
+        (["--allowed-origins", '["a","b"]', "--num-gpu-blocks-override=32"], ("a", "b"), 32),
+        (["--allowed-origins=*", "--num-kv-blocks=64", "--block-size=32"], ("*",), 64),
+    ],
+)
+def test_vllm_s_names_are_taken_as_well(
+    aneuron: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    origins: tuple[str, ...],
+    blocks: int,
+) -> None:
+    seen: list[Any] = []
+
+    def build_app(engine: Any, config: ServerConfig) -> Any:
+        seen.append((config.cors_origins, engine.stats().num_blocks, engine.config.block_size))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("aneuron.server.app.build_app", build_app)
+    assert aneuron("serve", "sim:count", "--port=0", *options).err == "error: seen\n"
+    assert seen == [(origins, blocks, 32 if "--block-size=32" in options else 16)]

@@ -92,15 +92,21 @@ def test_one_time_is_a_line_upwards() -> None:
         assert {point.split(",")[0] for point in line.get("points", "").split()} == {"0"}
 
 
-@pytest.mark.parametrize("name", ["nowhere/it.svg", "it.svg/", ".", "..", "", "there.svg"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere/it.svg", "No such file or directory"), ("there.svg", "Is a directory"),
+        *((name, "it names a folder") for name in ("it.svg/", ".", "..", "")),
+    ],
+)  # fmt: skip
 def test_a_picture_that_cannot_be_written_is_refused_at_once(
-    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.svg").mkdir()
     result = aneuron(*ALONE, "--arrivals=even:1", f"--svg={name}")
     assert (result.status, result.out) == (2, "")
-    assert result.err == f"error: --svg: cannot write {name}\n"
+    assert result.err == f"error: --svg: cannot write {name}: {why}\n"
 
 
 def test_a_picture_that_cannot_be_written_is_told_at_the_end_too(

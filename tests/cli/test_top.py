@@ -430,7 +430,7 @@ def test_the_missing_extra_is_named(aneuron: Command, monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without)
     result = aneuron("top", "http://127.0.0.1:1")
     assert (result.status, result.out) == (2, "")
-    assert 'pip install "aneuron[metrics]"' in result.err
+    assert 'top needs more packages: pip install "aneuron[metrics]" (' in result.err
 
 
 @needs_posix

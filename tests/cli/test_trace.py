@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from aneuron import Engine
 from aneuron.testing import Fault, SimDevice
 
 if TYPE_CHECKING:
@@ -178,6 +180,21 @@ def test_a_step_that_failed_can_be_looked_at(
         (one.findtext("{http://www.w3.org/2000/svg}title") or "").split()[1].rstrip(",")
         for one in marked(svg, "program")
     }
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",), ("--json",)])
+def test_what_was_cut_short_is_written_and_said(
+    aneuron: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    async def interrupted(_: Engine) -> None:
+        raise asyncio.CancelledError  # as a Runner does at Ctrl-C
+
+    monkeypatch.setattr(Engine, "wait_idle", interrupted)
+    svg = tmp_path / "trace.svg"
+    result = aneuron("trace", "sim:count", "abc", "--max-tokens=9", f"--svg={svg}", *options)
+    said = "" if options else f"wrote {svg}: open it in a browser\n"
+    assert (result.status, result.out, result.err) == (130, "", said)
+    assert marked(svg, "program")
 
 
 def test_help_names_the_flags(aneuron: Command) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from aneuron import DeviceError, DeviceLost, Engine, LaunchFailed, OutOfMemory
-from aneuron.device import cpu as cpu_module
 from aneuron.device.cpu import CpuDevice
 from aneuron.testing import ByteTokenizer, no_leaks
 
@@ -151,26 +150,6 @@ async def test_a_fault_of_an_unread_launch() -> None:
             await failed.discard()
         assert type(await fault_of(failed)) is DeviceError
         assert type(await fault_of(launch(device, feed=failed))) is DeviceError
-
-
-@pytest.mark.parametrize(
-    ("told", "least"),
-    [
-        ({"v2": "1073741824\n"}, 2**30),
-        ({"v2": "max\n", "v1": "2147483648\n"}, 2**31),
-        ({"v1": f"{2**63 - 4096}\n"}, None),
-        ({}, None),
-    ],
-)
-def test_the_memory_is_that_of_the_container(
-    told: dict[str, str], least: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in told.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu_module, "_CGROUP_LIMITS", (tmp_path / "v2", tmp_path / "v1"))
-    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**21}
-    monkeypatch.setattr(cpu_module.os, "sysconf", pages.__getitem__)
-    assert CpuDevice().memory_budget() == (least or 2**33) // 4
 
 
 async def test_ranks_are_devices_of_their_own() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from aneuron.cli.options import Flag, JsonFlag
-from aneuron.cli.terminal import note, show_json
+from aneuron.cli.terminal import note, show_json, stdout_console
 from aneuron.device.profiles import PROFILES
 from aneuron.errors import ConfigError
 from aneuron.timeline import RING_STEPS
@@ -78,7 +78,9 @@ def check_number(
     Raises:
         ConfigError: it is not finite, under `at_least` or over `at_most`.
     """
-    if not math.isfinite(value) or value < at_least:
+    if not math.isfinite(value):
+        raise ConfigError(f"{option} must be a finite number, not {value:g}", param=option)
+    if value < at_least:
         raise ConfigError(f"{option} must be at least {at_least:g}, not {value:g}", param=option)
     if value > at_most:
         raise ConfigError(f"{option} must be at most {at_most:g}, not {value:g}", param=option)
@@ -156,7 +158,6 @@ def show_table(
     facts: Iterable[str] = (),
 ) -> None:
     """Print a table under its title; below it facts, and what it was measured on."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table()
@@ -164,8 +165,8 @@ def show_table(
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*map(_cell, row))
-    console = Console(highlight=False)
-    console.print(title, table, *facts, machine(loop), sep="\n", markup=False)
+    printed = (title, table, *facts, machine(loop))
+    stdout_console().print(*printed, sep="\n", markup=False)
 
 
 def _cell(value: Any) -> str:

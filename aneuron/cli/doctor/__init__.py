@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aneuron.cli.doctor.checks import WORST, diagnose
 from aneuron.cli.doctor.facts import gather
 from aneuron.cli.options import Flag, JsonFlag  # noqa: TC001 (cyclopts reads them)
-from aneuron.cli.terminal import show_json
+from aneuron.cli.terminal import show_json, stdout_console
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def _probe(profile: Path | None, *, as_json: bool) -> None:
 
 
 def _show(checks: list[Check]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -92,4 +91,4 @@ def _show(checks: list[Check]) -> None:
     for one in checks:
         text = one.found if not one.advice else f"{one.found}\n→ {one.advice}"
         table.add_row(Text.from_markup(_MARKS[one.status]), one.name, Text(text))
-    Console(highlight=False).print(table)
+    stdout_console().print(table)

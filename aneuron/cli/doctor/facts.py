@@ -19,8 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aneuron.cli.doctor import limits
-from aneuron.device import DEVICE_NAMES
+from aneuron.device import DEVICE_NAMES, limits
 from aneuron.device.neuron import environment
 from aneuron.device.neuron.found import Found
 from aneuron.models.files.cache import cache_dir

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.options import JsonFlag  # noqa: TC001 (cyclopts reads them)
-from aneuron.cli.terminal import show_json
+from aneuron.cli.terminal import show_json, stdout_console
 from aneuron.models.catalog import BUILTIN
 from aneuron.models.files.cache import cache_dir
 from aneuron.models.files.inventory import entries, hub_cache, hub_models
@@ -117,7 +117,6 @@ def _add(row: Row, entry: Entry) -> None:
 
 
 def _show(rows: list[Row], num_bytes: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table()
@@ -129,7 +128,7 @@ def _show(rows: list[Row], num_bytes: int) -> None:
             size = f"{size_text(row.to_fetch)} to fetch"
         packed = ", ".join(f"{one['as']} ({size_text(one['num_bytes'])})" for one in row.packed)
         table.add_row(row.name, row.kind or "not here", size, row.source, packed)
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(table, markup=False)
     console.print(f"{size_text(num_bytes)} in {cache_dir()}", markup=False, soft_wrap=True)
 

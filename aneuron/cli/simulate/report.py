@@ -15,6 +15,7 @@ import numpy as np
 from aneuron.cli.bench.common import show_table
 from aneuron.cli.simulate.fleet import num_processes
 from aneuron.cli.simulate.picture import Curves, picture
+from aneuron.cli.terminal import check_writable
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,11 +137,13 @@ def writable(name: str) -> Path:
     Raises:
         ConfigError: it cannot.
     """
-    path, names_folder = Path(name), os.path.basename(name) in ("", ".", "..")  # noqa: PTH119
-    folder = path.parent
-    is_possible = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK)
-    if names_folder or path.is_dir() or not folder.is_dir() or not is_possible:
-        raise ConfigError(f"--svg: cannot write {name}", param="--svg")
+    path = Path(name)
+    try:
+        if os.path.basename(name) in ("", ".", ".."):  # noqa: PTH119
+            raise ConfigError(f"cannot write {name}: it names a folder")
+        check_writable(path)
+    except ConfigError as error:
+        raise ConfigError(f"--svg: {error}", param="--svg") from error
     return path
 
 

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from aneuron.cli.options import Flag, JsonFlag  # noqa: TC001 (cyclopts reads them)
-from aneuron.cli.terminal import show_json
+from aneuron.cli.terminal import missing_extra, show_json
 from aneuron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +80,4 @@ def _check_extra() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as fault:
-        raise ConfigError(
-            f'top needs one more package: pip install "aneuron[metrics]" ({fault})'
-        ) from fault
+        raise missing_extra("top", "metrics", fault) from fault

@@ -35,7 +35,7 @@ from aneuron.cli.bench.server.options import (
 from aneuron.cli.bench.server.spawn import FLOOR, own_server, spawned
 from aneuron.cli.http.http1 import BadAnswer
 from aneuron.cli.http.trouble import REFUSALS, environment_key, refused, unreachable
-from aneuron.cli.writing import check_writable
+from aneuron.cli.terminal import check_writable, missing_extra, note
 from aneuron.errors import AneuronError, ConfigError
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def serve(
     report: ReportOptions = ReportOptions(),  # noqa: B008
     save_result: Path | None = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> int:
     """Send requests to a server as they would arrive, and measure what its users see.
+
+    The status is 1 if most of them failed.
 
     Args:
         url: Of a server that speaks the OpenAI API, like http://127.0.0.1:8000.
@@ -106,6 +108,16 @@ def serve(
             save_result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {save_result}: {error.strerror}") from error
+    return _status(result)
+
+
+def _status(result: dict[str, Any]) -> int:
+    """Return the status to exit with: figures of the few that were answered are no measurement."""
+    failed, total = result["failed"], result["failed"] + result["completed"]
+    if 2 * failed <= total:
+        return 0
+    note(f"error: {failed} of {total} requests failed")
+    return 1
 
 
 def _words(spawn: str | None) -> list[str] | None:
@@ -120,9 +132,8 @@ def _check_installed() -> None:
         import msgspec  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as error:
-        message = "bench serve needs the extra `serve`: python -m pip install 'aneuron[serve]'"
-        raise ConfigError(f"{message} ({error})") from None
+    except ImportError as fault:
+        raise missing_extra("bench serve", "serve", fault) from None
 
 
 def _make_room(load: LoadOptions) -> None:

@@ -1,7 +1,8 @@
 """How much of a machine this process may use: cores and memory, with a container's limits.
 
 Comes in: /proc and /sys of Linux, as far as they are there. Goes out: numbers, or None. Both
-versions of control groups are read. Texts are parsed by pure functions.
+versions of control groups are read, those around this process's own included: the least counts.
+Texts are parsed by pure functions.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
     "Memory",
@@ -16,6 +21,7 @@ __all__ = [
     "core_quota",
     "memory",
     "parse_cpuinfo",
+    "parse_groups",
     "parse_limit",
     "parse_meminfo",
     "parse_quota",
@@ -24,6 +30,7 @@ __all__ = [
 ]
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60  # version 1 says a number as large as this where there is none
 
 
@@ -69,10 +76,14 @@ def usable_cores() -> int | None:
 
 def core_quota() -> float | None:
     """Return how many cores' worth of time the container has; None is no limit."""
-    if (text := _read(_CGROUP / "cpu.max")) is not None:
+    quotas = (_quota(folder) for folder in _groups("cpu"))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    if (text := _read(folder / "cpu.max")) is not None:
         return parse_quota(text)
-    quota = _read(_CGROUP / "cpu/cpu.cfs_quota_us")
-    period = _read(_CGROUP / "cpu/cpu.cfs_period_us")
+    quota, period = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return None if quota is None or period is None else parse_quota(f"{quota} {period}")
 
 
@@ -94,13 +105,14 @@ def memory() -> Memory:
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):  # not a POSIX system
             total = None
-    limit = parse_limit(_first(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes"))
-    used = parse_limit(_first(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes"))
-    if limit is not None and total is not None and limit >= total:
-        limit = None
-    left = limit - used if limit is not None and used is not None else None
-    known = [one for one in (available, left) if one is not None]
-    return Memory(total, limit, max(0, min(known)) if known else None)
+    limits, left = [], [] if available is None else [available]
+    for folder in _groups("memory"):
+        limit = parse_limit(_first(folder / "memory.max", folder / "memory.limit_in_bytes"))
+        used = parse_limit(_first(folder / "memory.current", folder / "memory.usage_in_bytes"))
+        if limit is not None and (total is None or limit < total):
+            limits.append(limit)
+            left += [] if used is None else [limit - used]
+    return Memory(total, min(limits, default=None), max(0, min(left)) if left else None)
 
 
 def parse_meminfo(text: str) -> tuple[int | None, int | None]:
@@ -119,6 +131,30 @@ def parse_limit(text: str | None) -> int | None:
     if not text.isdecimal() or int(text) >= _NO_LIMIT:
         return None
     return int(text)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Return the folders of this process's control groups, from its own to the outermost.
+
+    A container sees its own group as the outermost, whatever the path in `_OWN_GROUPS` says.
+    """
+    tops = {"": _CGROUP, controller: _CGROUP / controller}
+    paths = parse_groups(_read(_OWN_GROUPS) or "")
+    for name, top in tops.items():
+        inner = paths.get(name, "").strip("/")
+        while inner and ".." not in inner.split("/"):
+            yield top / inner
+            inner = inner.rpartition("/")[0]
+        yield top
+
+
+def parse_groups(text: str) -> dict[str, str]:
+    """Return the paths of /proc/self/cgroup by controller; by "" that of version 2."""
+    found = {}
+    for line in text.splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        found.update(dict.fromkeys(names.split(","), path))
+    return found
 
 
 def _first(*paths: Path) -> str | None:
