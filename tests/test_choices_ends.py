@@ -193,6 +193,19 @@ async def test_a_step_that_fails_in_the_middle(carry: dict[str, Any]) -> None:
         assert isinstance(await outcome(stream), LaunchFailed)
 
 
+@every_carry
+async def test_the_step_fails_that_computes_their_prompt(carry: dict[str, Any]) -> None:
+    """None of them has begun; what comes later finds nothing left of them."""
+    faults = [Fault(step=1, status=2)]
+    async with count_engine(latency=0.001, faults=faults, **carry) as engine, no_leaks(engine):
+        stream = start(engine, 10, 50, n=3)
+        assert await items_before(stream, LaunchFailed) == []
+        found = by_choice(await items_of(start(engine, 10, 5, n=3)))
+        assert {choice: ids_of(mine) for choice, mine in found.items()} == {
+            choice: after(10, 5) for choice in range(3)
+        }
+
+
 async def items_before(stream: TokenStream, error: type[Exception]) -> list[Token]:
     """What iteration gives before it raises, once."""
     items: list[Token] = []

@@ -112,12 +112,12 @@ def test_bench_serve_sends_the_key_of_the_environment(
         assert "wants another key" in aneuron(*command, "--api-key=x").err
         command = (*command, "--num-warmups=0")
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
-        assert aneuron(*command).status == 0
+        assert aneuron(*command).status == 1  # let in, but what it answers is no completion
         monkeypatch.setenv("ANEURON_API_KEY", "other more")  # the server's own goes first
         assert aneuron(*command).status == 2
         monkeypatch.setenv("ANEURON_API_KEY", "secret more")
         result = aneuron(*command, "--json")
-        assert result.status == 0
+        assert result.status == 1
         assert json.loads(result.out)["model"] == "m"
         assert "secret" not in result.out
 

@@ -1,15 +1,28 @@
-"""What the tests of AWS Neuron share: how often each of them runs."""
+"""What the tests of AWS Neuron share: how often each of them runs, and what none leaves behind."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+import pytest
+
+from aneuron.testing.fakes.faults import _claimed
+
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_hang_outlives_its_test() -> Iterator[None]:
+    """Let go of what hangs behind a test that failed: else it keeps the cores from all others."""
+    yield
+    for owner in {*_claimed.values()}:
+        core: Any = getattr(owner, "core", owner)
+        core.let_go()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ right behind their own launch, and an event tells that they are there.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import pytest
 from aneuron import DeviceError
 from aneuron.device.neuron.status import status_of
 from aneuron.testing.fakes import FakeNative, Fault, SumDecoder, Times
-from tests.neuron.flows import fake_engine
+from tests.neuron.flows import fake_engine, fast
 from tests.neuron.native_steps import Row, shape_of, steps
 from tests.support import after, sum_reference
 
@@ -144,12 +145,16 @@ def test_copies_are_early_where_none_makes_a_launch_wait(
 
 
 async def test_tokens_are_delivered_while_the_next_step_runs() -> None:
-    async with fake_engine("native", "handoff", has_events=True) as (engine, fake):
+    times = fast(decode_s=0.02)  # long enough to measure that copies are early
+    async with fake_engine("native", "handoff", has_events=True, times=times) as (engine, fake):
         fake.core.inject(Fault("hang", step=6))  # a prefill, and five decodes
         stream = engine.generate(prompt_token_ids=[5], max_tokens=20)
-        ids = [(await anext(stream)).token_id for _ in range(5)]
+        try:
+            async with asyncio.timeout(30):
+                ids = [(await anext(stream)).token_id for _ in range(5)]
+        finally:
+            fake.core.let_go()
         assert ids == after(5, 5)
-        fake.core.let_go()
         with pytest.raises(DeviceError, match="status 5"):
             async for _ in stream:
                 pass
