@@ -202,8 +202,8 @@ class DaemonExecutor(Executor):
         if self._is_closed:
             raise RuntimeError(f"{self._name} was shut down")
         if not self._is_started:
+            self._start()  # it raises where no thread is to be had
             self._is_started = True
-            self._start()
         future: Future[T] = Future()
         self._calls.put((future, fn, args))
         return future

@@ -81,3 +81,18 @@ async def test_what_a_cancelled_caller_leaves_is_given_back_once(
 def thread_of(name: str) -> threading.Thread:
     (found,) = [one for one in threading.enumerate() if one.name == name]
     return found
+
+
+def test_an_executor_whose_thread_did_not_start_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor = threads.DaemonExecutor("executor")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        executor.submit(int)
+    monkeypatch.undo()
+    assert executor.submit(int, "7").result(10) == 7
+    executor.shutdown()

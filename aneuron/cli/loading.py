@@ -112,7 +112,7 @@ class _Reporter:
             self._draw(done, total, is_new=is_new)
         elif is_new:
             size = "" if total is None else f" ({self._size(total)})"
-            print(f"{self._model}: {stage}{size}", file=sys.stderr, flush=True)
+            note(f"{self._model}: {stage}{size}")
 
     def _size(self, count: int) -> str:
         if self._stage in _COUNTED:

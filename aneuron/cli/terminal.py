@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from aneuron.cli.options import FLAGS
 from aneuron.errors import AneuronError, ConfigError, InternalError, RequestError
@@ -60,12 +60,12 @@ def call(command: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
     except BrokenPipeError:  # the reader (`| head -1`) has what it wanted
-        _drop_output()
+        _drop(sys.stdout)
         return 0
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise  # our own bug
-        _drop_output()
+        _drop(sys.stdout)
         note(f"error: cannot write the output: {error.strerror}")
         return 1
     return result if isinstance(result, int) else 0
@@ -79,16 +79,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _drop_output() -> None:
-    """Point stdout at nothing: what is left in its buffer would fail again at exit."""
+def _drop(stream: TextIO) -> None:
+    """Point a stream at nothing: what is left in its buffer would fail again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def note(text: str, *, end: str = "\n") -> None:
-    """Say something that is not part of an answer."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    """Say something that is not part of an answer, which goes on where nobody can hear it."""
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
 
 
 def stdout_console(*, highlight: bool = False) -> Console:
@@ -115,12 +118,11 @@ def check_writable(path: Path) -> None:
         ConfigError: it cannot.
     """
     try:
-        file = Path(os.path.realpath(path))  # where a link points to
-        is_new = not file.exists()
-        if is_new or not (file.is_fifo() or file.is_char_device()):  # a pipe may block
-            file.open("ab").close()
+        is_new = not path.exists()  # or a link that leads nowhere yet
+        if is_new or not (path.is_fifo() or path.is_char_device()):  # a pipe may block
+            path.open("ab").close()
         if is_new:
-            file.unlink()
+            Path(os.path.realpath(path)).unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

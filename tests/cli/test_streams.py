@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -150,3 +151,37 @@ process.main()
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("", "")
+
+
+# ── nobody hears what is said beside the answer ─────────────────────────────────────────
+
+
+@needs_posix
+@needs_full
+@pytest.mark.parametrize(
+    ("arguments", "status", "out"),
+    [((*ANSWER, "--stats"), 0, "def\n"), (("run", "no-such-model", "x"), 2, "")],
+)
+def test_a_full_stderr_changes_no_answer(arguments: tuple[str, ...], status: int, out: str) -> None:
+    result = shell("2>/dev/full", *arguments)
+    assert (result.returncode, result.stdout) == (status, out)
+
+
+@needs_posix
+def test_a_stderr_whose_reader_has_left_changes_no_answer() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "aneuron", *ANSWER, "--stats"]
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=writer, text=True,
+        check=False, env=environment(),
+    )  # fmt: skip
+    os.close(writer)
+    assert (result.returncode, result.stdout) == (0, "def\n")
+
+
+@needs_posix
+def test_a_file_may_be_a_pipe() -> None:
+    result = into(subprocess.PIPE, "trace", "sim:count", "abc", "--out=/dev/stdout")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["traceEvents"]

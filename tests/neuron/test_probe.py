@@ -23,6 +23,7 @@ from aneuron.device.neuron import device as device_module
 from aneuron.device.profile_files import load_profile, save_profile
 from aneuron.errors import DeviceError, DeviceLost
 from aneuron.testing.fakes import FakeCompiler, FakeNative, FakeNxd, Fault, Times, Violation
+from tests.neuron.test_native_events import Early, Without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -197,6 +198,19 @@ def test_whether_a_read_waits_for_the_next_launch_is_measured(rig_of: Callable[.
     assert events.plain_s > 0.75 * events.both_s  # work is done in order
     assert events.queued_s is not None
     assert events.queued_s < 0.5 * events.first_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(Early, "ValueError: behind its event, the"), (Without, "NotImplementedError: non_blocking")],
+)
+def test_queued_copies_that_do_not_work_are_a_finding(
+    rig_of: Callable[..., Rig], kind: Any, told: str
+) -> None:
+    rig = rig_of(kind, has_events=True)
+    found = probe_module._copies(rig, 2, 2)
+    assert found.told.startswith(told)
+    assert f"| queueing a copy to the host | {told}" in markdown(findings(copies=found), "")
 
 
 class Overwriting(FakeNative):

@@ -72,12 +72,12 @@ def _probe(profile: Path | None, *, as_json: bool) -> None:
     device = open_neuron()
     with reporting("probe", quiet=as_json) as progress:
         findings = probe(device, progress)
-    if profile is not None:
-        save_profile(report.as_profile(findings, profile.stem), profile)
     if as_json:
         show_json(asdict(findings))
     else:
-        print(report.markdown(findings, str(find())), end="")
+        print(report.markdown(findings, str(find())), end="", flush=True)
+    if profile is not None:  # behind the answer, which a full disk must not take along
+        save_profile(report.as_profile(findings, profile.stem), profile)
 
 
 def _show(checks: list[Check]) -> None:

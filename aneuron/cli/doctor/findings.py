@@ -68,12 +68,14 @@ class Copies:
         both_s: until those of the second were, too.
         plain_s: the first's again, by a blocking copy; None if reads are that already.
         queued_s: what it takes to queue a copy behind a launch; likewise.
+        told: what went wrong with those two; "" if nothing did.
     """
 
     first_s: float
     both_s: float
     plain_s: float | None = None
     queued_s: float | None = None
+    told: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ import numpy as np
 
 from aneuron.cli.doctor.findings import Copies, Depth, Events, Findings, Gil, Timing
 from aneuron.cli.doctor.rig import Rig, Size
-from aneuron.errors import DeviceLost
+from aneuron.device.neuron.status import classify
+from aneuron.errors import AneuronError, DeviceLost
 from aneuron.threads import call_within
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class _Limited:
     def __call__(self, what: str, part: Callable[[], T]) -> T:
         """Return what a part returns.
 
-        Raises what the part raises, and:
+        Raises:
+            AneuronError: what the part raises, typed.
             DeviceLost: it hangs; its thread is left behind.
         """
         left_s = max(0.0, self._end_s - perf_counter())
@@ -119,10 +121,14 @@ class _Limited:
             return call_within(part, left_s, name="aneuron-probe")
         except TimeoutError:
             raise DeviceLost(
-                f"device {self._label}: the probe hangs in {what}: not done within "
+                f"device {self._label}: the probe hangs in {what}, or before: not done within "
                 f"{self._limit_s:g} s",
                 device=self._label,
             ) from None
+        except AneuronError:
+            raise
+        except RuntimeError as error:
+            raise classify(error, self._label) from error
 
 
 def _timings(rig: Rig, repeats: int) -> tuple[Timing, ...]:
@@ -257,8 +263,8 @@ def _query(event: Any) -> str:
 
 def _copies(rig: Rig, rows: int, repeats: int) -> Copies:
     """Read the first of two launches, in each way that there is."""
-    raw = rig.device.raw
-    found: list[tuple[float, ...]] = []
+    raw, told = rig.device.raw, ""
+    found, copied = list[tuple[float, float]](), list[tuple[float, float]]()
     for _ in range(repeats):
         first, second = _two(rig, rows)
         start_s = perf_counter()
@@ -266,9 +272,16 @@ def _copies(rig: Rig, rows: int, repeats: int) -> Copies:
         first_s = perf_counter() - start_s
         second.read()
         found.append((first_s, perf_counter() - start_s))
-        if getattr(raw, "has_events", False):
-            found[-1] += _copied(raw, _longest(rig, rows))
-    return Copies(*(median(column) for column in zip(*found, strict=True)))
+        if getattr(raw, "has_events", False) and not told:
+            try:
+                copied.append(_copied(raw, _longest(rig, rows)))
+            except Exception as error:  # noqa: BLE001  whatever comes is the finding
+                told = _told(error)
+    first_s, both_s = (median(column) for column in zip(*found, strict=True))
+    if told or not copied:
+        return Copies(first_s, both_s, told=told)
+    plain_s, queued_s = (median(column) for column in zip(*copied, strict=True))
+    return Copies(first_s, both_s, plain_s, queued_s)
 
 
 def _two(rig: Rig, rows: int) -> tuple[Launched, Launched]:
@@ -280,7 +293,11 @@ def _two(rig: Rig, rows: int) -> tuple[Launched, Launched]:
 
 
 def _copied(raw: Any, launch: Callable[[], Any]) -> tuple[float, float]:
-    """Return seconds of a blocking copy of the first of two launches, and of queueing one."""
+    """Return seconds of a blocking copy of the first of two launches, and of queueing one.
+
+    Raises what the runtime raises, and:
+        ValueError: the queued copy held something else than a read, so no event tells its end.
+    """
     first, second = launch(), launch()
     start_s = perf_counter()
     raw.to_host(first.ids)
@@ -289,11 +306,15 @@ def _copied(raw: Any, launch: Callable[[], Any]) -> tuple[float, float]:
     second.read()
     first = launch()
     start_s = perf_counter()
-    target, event = raw.to_host(first.ids, non_blocking=True), raw.record_event()
-    queued_s = perf_counter() - start_s
-    raw.synchronize(event)
-    del target  # not before
-    first.read()
+    try:
+        target, event = raw.to_host(first.ids, non_blocking=True), raw.record_event()
+        queued_s = perf_counter() - start_s
+        raw.synchronize(event)
+        copied = target.numpy().copy()  # what is there now
+    finally:
+        right = first.read()
+    if not np.array_equal(copied[: len(right)], right):
+        raise ValueError("behind its event, the queued copy held other ids than a read")
     return plain_s, queued_s
 
 

@@ -127,8 +127,8 @@ def _of_copies(copies: Copies) -> Iterator[tuple[str, str]]:
         if first_s is not None:
             answer = "yes" if first_s < _IN_TIME * copies.both_s else "**no**"
             yield question, f"{answer}: {_ms(first_s)} {both}"
-    if copies.queued_s is not None:
-        yield "queueing a copy to the host", _ms(copies.queued_s)
+    if copies.told or copies.queued_s is not None:
+        yield "queueing a copy to the host", copies.told or _ms(copies.queued_s or 0.0)
 
 
 def _of_gil(gil: Gil) -> Iterator[tuple[str, str]]:

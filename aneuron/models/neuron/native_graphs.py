@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from aneuron.device.neuron.status import QUEUE_FULL, status_of
 from aneuron.models.neuron.sampler import sample, sampling_rows
 from aneuron.models.sampling.edits import allowed_ids
 from aneuron.models.sampling.slots import SlotState
@@ -45,6 +46,24 @@ class Pool(NamedTuple):
     dtype: torch.dtype
 
 
+class _Copy(NamedTuple):
+    """A copy of ids to the host that was queued behind their launch, or was refused.
+
+    Attributes:
+        host: its target, which has to stay until the launch was waited for; None if there is none.
+        event: behind it; None if a read has to copy the ids.
+    """
+
+    host: torch.Tensor | None
+    event: Any
+
+
+class _Fate:
+    """What launches share of which one has failed, nobody can say which: that error."""
+
+    error: Exception | None = None
+
+
 class NativeLaunch:
     """A launch whose sampled ids are on their way; see `Launched`.
 
@@ -71,6 +90,7 @@ class NativeLaunch:
         self._graphs = graphs
         self._keep = keep
         self._num_sampled, self._num_counted = sizes
+        self._fate = graphs.fate
         self._copy = graphs.copied_early(ids)
         self._host: np.ndarray | None = None
         self._error: Exception | None = None
@@ -101,7 +121,10 @@ class NativeLaunch:
                 raise self._error  # a runtime may tell it once
             if self._host is None:
                 try:
-                    self._host = self._arrived().numpy()
+                    host = self._arrived().numpy()
+                    if self._fate.error is not None:
+                        raise self._fate.error
+                    self._host = host
                 except Exception as error:
                     self._error = error
                     raise
@@ -111,12 +134,11 @@ class NativeLaunch:
 
     def _arrived(self) -> torch.Tensor:
         """Wait for the ids and return them, on the host."""
-        raw = self._graphs.raw
-        if self._copy is None:
+        raw, copy = self._graphs.raw, self._copy
+        if copy is None or copy.host is None or copy.event is None:
             return raw.to_host(self.ids)
-        host, event = self._copy
-        raw.synchronize(event)
-        return host
+        raw.synchronize(copy.event)
+        return copy.host
 
 
 class Graphs:
@@ -129,7 +151,9 @@ class Graphs:
 
     Attributes:
         slots: what the host knows of every slot; last tokens are on the device.
-        copies_early: whether each launch has its copy to the host queued behind it.
+        copies_early: whether each launch has its copy to the host queued behind it; warm-up turns
+            it on.
+        fate: of the launches that are made now.
     """
 
     def __init__(self, raw: NativeRaw, decoder: torch.nn.Module, pool: Pool) -> None:
@@ -137,7 +161,8 @@ class Graphs:
         self.raw = raw
         self.decoder = decoder
         self.slots = SlotState(pool.num_slots)
-        self.copies_early = raw.has_events
+        self.copies_early = False
+        self.fate = _Fate()
         config: Any = decoder.config
         shape = (pool.num_blocks + 1, pool.block_size, config.num_kv_heads, config.head_dim)
         zeros = torch.zeros(shape, dtype=pool.dtype)  # of one layer: they all are copies of it
@@ -217,18 +242,22 @@ class Graphs:
         """Launch a graph by its name."""
         return self.raw.call(self._graphs[name], *tensors)
 
-    def copied_early(self, ids: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
-        """Queue the copy of ids to the host; return its target and the event behind it.
+    def copied_early(self, ids: torch.Tensor) -> _Copy | None:
+        """Queue the copy of ids to the host; None if `copies_early` is off.
 
-        None if a read has to copy them: `copies_early` is off, or the runtime refuses, which is
-        no fault of the launch. What is wrong with that, its read tells.
+        A queue without room is no fault of the launch: its read copies them. Any other error is
+        one that came late, of this launch or one before; the runtime may not tell it again.
         """
         if not self.copies_early:
             return None
+        host = event = None
         try:
-            return self.raw.to_host(ids, non_blocking=True), self.raw.record_event()
-        except RuntimeError:
-            return None
+            host = self.raw.to_host(ids, non_blocking=True)
+            event = self.raw.record_event()
+        except RuntimeError as error:
+            if status_of(error) != QUEUE_FULL:
+                self.fate.error, self.fate = error, _Fate()
+        return _Copy(host, event)
 
     def send(self, column: np.ndarray, keep: list[Any]) -> torch.Tensor:
         """Queue the copy of a column that nobody changes; what must stay goes to `keep`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -192,8 +193,8 @@ class FakeNative:
             raise self.core.watch.broken("a copy to the host whose end nothing tells")
         if non_blocking and self._queues_copies:
             return self._own.queue_copy(cell)
-        if self.has_events and self._own.last is not None:
-            self._own.wait(self._own.last)
+        if self.has_events:
+            self._wait_in_order()
         if cell.launch is None:  # launches may have changed it
             self._own.wait_for_copies()
         else:
@@ -201,6 +202,15 @@ class FakeNative:
             cell.launch.read(cell)
         assert cell.value is not None
         return cell.value.clone()
+
+    def _wait_in_order(self) -> None:
+        """Wait for all that is queued, as a read does."""
+        event = self._own.event()
+        if event.last is not None:
+            self._own.wait(event.last)
+        for copy in event.copies:
+            with suppress(RuntimeError):  # it stays with the launch that failed
+                copy.arrive()
 
     def record_event(self) -> Event:
         """Return an event behind all that is queued; see `NativeRaw.record_event`."""
