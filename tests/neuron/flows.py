@@ -133,10 +133,28 @@ async def fake_engine(
     PyTorch, one carry is that of TorchNeuron, with events, and the others are without, unless it
     is said.
     """
+    played = {"times": times or fast(), "faults": faults, "true_async": true_async}
+    engine, fake = await made_engine(backend, carry, kind, played, has_events, options)
+    async with engine:
+        yield engine, fake
+    await cores_free()
+    if not expects_violations:
+        assert fake.violations == []
+
+
+async def made_engine(
+    backend: str,
+    carry: str,
+    kind: str = "count",
+    played: dict[str, Any] | None = None,
+    has_events: bool | None = None,
+    options: dict[str, Any] | None = None,
+) -> tuple[Engine, Any]:
+    """An engine that is not open yet, and the runtime that it will be over; see `fake_engine`."""
     fake: Any
     model: Any
-    options = {"tokenizer": ByteTokenizer(), **CARRIES[carry], **options}
-    played = {"times": times or fast(), "faults": faults, "true_async": true_async}
+    played = {"times": fast(), **(played or {})}
+    options = {"tokenizer": ByteTokenizer(), **CARRIES[carry], **(options or {})}
     if backend == "native":
         length = options.pop("max_model_len", MAX_LEN)
         decoder: Any = KINDS[kind](max_model_len=length)
@@ -163,11 +181,7 @@ async def fake_engine(
         decoder = partial(KINDS[kind], max_model_len=length)
         fake = FakeNxd(**played, decoder=lambda _: decoder())  # type: ignore[arg-type]
         device = NeuronDevice(lambda: fake, kind="nxd")
-    async with Engine(model, device=device, **options) as engine:
-        yield engine, fake
-    await cores_free()
-    if not expects_violations:
-        assert fake.violations == []
+    return Engine(model, device=device, **options), fake
 
 
 async def cores_free() -> None:

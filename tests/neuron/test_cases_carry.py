@@ -15,6 +15,7 @@ from aneuron.models.neuron.artifact import Artifact
 from aneuron.models.neuron.launches import NxdLaunched
 from aneuron.models.neuron.native import NativeExecutable
 from aneuron.models.neuron.native_graphs import NativeLaunch
+from aneuron.models.neuron.nxd import NxdExecutable
 from aneuron.testing import no_leaks
 from tests.neuron.artifacts import KINDS, MODEL, OURS, engine_over, finish, shape_of, write
 from tests.neuron.flows import BACKENDS, every_way, fake_engine, handoff_everywhere
@@ -126,12 +127,15 @@ async def test_case_85_a_traced_decode_has_rows_that_no_prefill_has(backend: str
         assert stats.async_steps == stats.decode_steps - 1 - (0 if edges is None else edges.count)
 
 
+@handoff_everywhere
 async def test_case_86_ids_of_another_dtype_break_every_step(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as the engine is told: what it fed would be cast silently."""
-    monkeypatch.setattr(NativeExecutable, "sampled_dtype", "int64")
-    async with fake_engine("native", "handoff", **LONG) as (engine, _), no_leaks(engine):
+    wide = property(lambda _: "int64", lambda _, told: None)
+    for kind in (NativeExecutable, NxdExecutable):
+        monkeypatch.setattr(kind, "sampled_dtype", wide, raising=False)
+    async with fake_engine(backend, "handoff", **LONG) as (engine, _), no_leaks(engine):
         assert await together(engine, [1000], 8) == [after(1000, 8)]
         stats = engine.stats()
         assert (stats.async_steps, stats.sync_fallback_steps) == (0, 8)

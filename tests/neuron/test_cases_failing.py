@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import aneuron
 from aneuron import (
     ConfigError,
     DeviceError,
@@ -29,7 +28,7 @@ from aneuron.device.neuron.raw import NativeRaw, NxdCompiler, NxdRaw
 from aneuron.models.neuron.native import NativeModel, native_spec
 from aneuron.testing import no_leaks
 from aneuron.testing.fakes import CountDecoder, FakeCompiler, FakeNative, FakeNxd, Fault
-from tests.neuron.flows import fake_engine, fast, main_ways
+from tests.neuron.flows import cores_free, fake_engine, fast, made_engine, main_ways
 from tests.support import after, nothing_logged, outcome, outcomes, read, some_turns, start, until
 
 if TYPE_CHECKING:
@@ -182,23 +181,11 @@ async def test_case_91_requests_join_and_leave_in_a_break(
         assert ids == after(10_000, len(ids))
 
 
-async def test_case_92_opened_used_and_closed_by_three_tasks() -> None:
-    fake = FakeNative()
-    decoder = CountDecoder(max_model_len=64)
-    model = NativeModel(native_spec(decoder.config, name="count"), decoder)
-    device = NeuronDevice(lambda: fake, kind="native")
-    sizes: dict[str, Any] = {
-        "max_num_seqs": 1,
-        "num_tokens_buckets": [64],
-        "num_blocks_buckets": [4],
-        "max_num_batched_tokens": 64,
-        "num_kv_blocks": 8,
-    }
+@main_ways
+async def test_case_92_opened_used_and_closed_by_three_tasks(backend: str, carry: str) -> None:
+    engine, fake = await made_engine(backend, carry)
 
-    async def opening() -> Engine:
-        return await aneuron.open(model, device=device, **sizes)
-
-    async def use(engine: Engine) -> str:
+    async def use() -> str:
         at(fake, 5, 101)
         with pytest.raises(DeviceLost):
             await start(engine, 1)
@@ -206,13 +193,28 @@ async def test_case_92_opened_used_and_closed_by_three_tasks() -> None:
             _ = start(engine, 1)
         return "used"
 
-    opener = asyncio.create_task(opening())
-    engine = await opener
-    user = asyncio.create_task(use(engine))
+    opener = asyncio.create_task(engine.open())
+    assert await opener is engine
+    user = asyncio.create_task(use())
     assert await user == "used"
     closer = asyncio.create_task(engine.aclose())
     await closer
     assert not any(task.cancelling() for task in (opener, user, closer))
+    await cores_free()
+
+
+@main_ways
+async def test_case_92_a_device_lost_inside_the_users_own_block(backend: str, carry: str) -> None:
+    """What gets out of it is the stream's error, as it is: no group, and no cancelled task."""
+    with pytest.raises(DeviceLost) as raised:
+        async with fake_engine(backend, carry) as (engine, fake):
+            at(fake, 5, 101)
+            await start(engine, 1)
+    assert not isinstance(raised.value, BaseExceptionGroup)
+    this = asyncio.current_task()
+    assert this is not None
+    assert not this.cancelling()
+    await cores_free()
 
 
 @pytest.mark.parametrize("fault", ["cores busy", 4, "compile"])

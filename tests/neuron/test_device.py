@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
@@ -212,6 +213,39 @@ async def test_a_late_error_is_that_of_its_step() -> None:
         second = device.launch(program, inputs(5))
         (await program.next()).ended.set()
         assert (await second).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("kind", ["native", "nxd"])
+async def test_case_91_a_wait_for_a_future_that_times_out_costs_nobody_its_value(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with started(kind) as (device, program, _):
+        future = device.launch(program, inputs(4))
+        one = await program.next()
+        other = asyncio.create_task(get(future))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await future
+        one.ended.set()
+        assert (await other).tolist() == [5, 6]
+        assert (await future).tolist() == [5, 6]
+        failing = device.launch(program, inputs(4))
+        two = await program.next()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await failing
+        two.error = RuntimeError("nrt status 1003")
+        two.ended.set()
+        await asyncio.wait([asyncio.create_task(get(failing))])
+    gc.collect()
+    assert not [one.message for one in caplog.records if one.name == "asyncio"]
+
+
+async def get(future: Any) -> Any:
+    try:
+        return await future
+    except DeviceError as error:
+        return error
 
 
 async def test_what_failed_feeds_nothing() -> None:
