@@ -159,7 +159,7 @@ async def made_engine(
         length = options.pop("max_model_len", MAX_LEN)
         decoder: Any = KINDS[kind](max_model_len=length)
         events = carry == "handoff" if has_events is None else has_events
-        fake = FakeNative(**played, has_events=events)  # type: ignore[arg-type]
+        fake = FakeNative(**played, has_events=events)
         model = NativeModel(native_spec(decoder.config, name=kind), decoder)
         options = {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 64, **options}
         blocks = -(-length // options["block_size"])
@@ -179,7 +179,7 @@ async def made_engine(
         model = str(await asyncio.to_thread(artifact, backend, kind, sizes))
         length = dict(sizes).get("max_model_len", MAX_LEN)
         decoder = partial(KINDS[kind], max_model_len=length)
-        fake = FakeNxd(**played, decoder=lambda _: decoder())  # type: ignore[arg-type]
+        fake = FakeNxd(**played, decoder=lambda _: decoder())
         device = NeuronDevice(lambda: fake, kind="nxd")
     return Engine(model, device=device, **options), fake
 
