@@ -259,7 +259,7 @@ def test_state_and_timeline_are_shown_as_they_are_now(kernel: Kernel) -> None:
 def test_the_first_chat_asks_for_no_widgets(kernel: Kernel) -> None:
     """What renders chat templates loads progress bars, which in a notebook want ipywidgets."""
     told = kernel.run("""
-        import contextlib, io
+        import contextlib, gc, io
 
         from tokenizers import Tokenizer, models
         from aneuron.models.tokenizer import HFTokenizer
@@ -267,6 +267,7 @@ def test_the_first_chat_asks_for_no_widgets(kernel: Kernel) -> None:
         before = "tqdm.auto" in sys.modules
         sys.modules["ipywidgets"] = None  # as where it is not installed
         tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        gc.collect()  # what cells before have left complains now
         with contextlib.redirect_stderr(io.StringIO()) as said:
             await HFTokenizer(tokenizer, chat_template="a").load_renderer()
         print(before, "tqdm.auto" in sys.modules, "transformers" in sys.modules)
